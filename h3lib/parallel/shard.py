@@ -7,11 +7,19 @@ units; norm weights are replicated. Parameter names are those of the diffusers c
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from h3lib.contract import LayoutError
-from h3lib.layout import Ownership, Region, whole
+import torch
+from torch import Tensor
 
-REPLICATED, COLUMN, GATED_COLUMN, ROW = "replicated", "column-parallel", "gated column-parallel", "row-parallel"
+from h3lib.contract import Contract, LayoutError
+from h3lib.layout import Layout, Ownership, Region, whole
+from h3lib.parallel.collective import Observe
+from h3lib.parallel.mesh import Mesh, local_mesh
+from h3lib.rows import LogicalRows
+
+REPLICATED, COLUMN, ROW = "replicated", "column-parallel", "row-parallel"
+GATED_COLUMN = "gated column-parallel"
 
 PLACEMENT = (
     # pattern of the name inside a block, placement; a linear is (out, in)
@@ -49,3 +57,116 @@ def parameter_region(name: str, shape: tuple[int, ...], owner: Ownership, tp_ran
     if kind == GATED_COLUMN:
         region[dim] = (part, range(part.start + width, part.stop + width))
     return tuple(region)
+
+
+@dataclass(frozen=True)
+class SeqShard:
+    """One rank's place: the units and rows it owns, and how rows enter and leave its products.
+
+    A CP *shard* holds the rows of its sequence units. Under SP each rank of the TP group owns a
+    *slice* of these rows (whole row units) for norms, AdaLN and residuals; without SP the slice is
+    the shard.
+    """
+
+    owner: Ownership
+    rank: int
+    mesh: Mesh
+
+    @classmethod
+    def canonical(cls, num_rows: int, contract: Contract = Contract()) -> SeqShard:
+        """The place of a world of one."""
+        return cls(Ownership.of(Layout(), num_rows, contract), 0, local_mesh())
+
+    @property
+    def contract(self) -> Contract:
+        return self.owner.rows.contract
+
+    @property
+    def cp_rank(self) -> int:
+        return self.owner.layout.place(self.rank)[0]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.owner.layout.place(self.rank)[1]
+
+    @property
+    def feature_units(self) -> range:
+        return _part(self.owner.feature_cuts(), self.tp_rank)
+
+    @property
+    def sequence_units(self) -> range:
+        return _part(self.owner.sequence_cuts(), self.cp_rank)
+
+    @property
+    def row_units(self) -> range:
+        return _part(self.owner.row_unit_cuts(), self.rank if self.owner.layout.sp else self.cp_rank)
+
+    @property
+    def shard_rows(self) -> range:
+        """Logical rows of the CP shard."""
+        return _part(self.owner.shard_row_cuts(), self.cp_rank)
+
+    @property
+    def slice_rows(self) -> range:
+        """Logical rows whose norms and residuals are computed here."""
+        if not self.owner.layout.sp:
+            return self.shard_rows
+        return _part(self.owner.slice_row_cuts(self.cp_rank), self.tp_rank)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Rows into a column-parallel product: slice `[T_slice, ...]` to shard `[T_shard, ...]`.
+
+        An all-gather over tp under SP, else nothing.
+        """
+        if not self.owner.layout.sp:
+            return x
+        return self.mesh.tp.all_gather_rows(x, self.owner.slice_row_cuts(self.cp_rank))
+
+    def leave(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+        """Rows out of a row-parallel product: roots `[R, T_shard, D]` to `[T_slice, D]`.
+
+        A tree reduce-scatter over tp under SP, else a tree all-reduce.
+
+        **Order:** unit tree over feature units. **Rounds:** once, to `dtype`.
+        """
+        cuts = self.owner.feature_cuts()
+        if not self.owner.layout.sp:
+            return self.mesh.tp.all_reduce(roots, cuts, dtype, observe)
+        first = self.shard_rows.start
+        row_cuts = [row - first for row in self.owner.slice_row_cuts(self.cp_rank)]
+        return self.mesh.tp.reduce_scatter_rows(roots, cuts, row_cuts, dtype, observe)
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """All rows in logical order: `[T_shard, ...]` to `[T, ...]`, an all-gather over cp."""
+        return self.mesh.cp.all_gather_rows(x, self.owner.shard_row_cuts())
+
+    def sum_feature_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+        """The unit tree over feature units, roots `[R, ...]` to `[...]` on every TP rank."""
+        return self.mesh.tp.all_reduce(roots, self.owner.feature_cuts(), dtype, observe)
+
+    def sum_sequence_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+        """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank."""
+        return self.mesh.cp.all_reduce(roots, self.owner.sequence_cuts(), dtype, observe)
+
+    def sum_row_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+        """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank."""
+        return self.mesh.rows.all_reduce(roots, self.owner.row_unit_cuts(), dtype, observe)
+
+    def feature_range(self, width: int) -> range:
+        """This rank's part of a feature axis of global `width`."""
+        units = self.contract.num_units
+        return range(width * self.feature_units.start // units, width * self.feature_units.stop // units)
+
+
+def coshard(shard: SeqShard, rows: LogicalRows, *packed: Tensor) -> list[Tensor]:
+    """Each packed tensor `[num_packed, ...]` cut to this rank's logical rows, ascending.
+
+    Rows and all their metadata go through here together, so they cannot part. Order and padding
+    are resolved first: a padded row reaches no rank.
+    """
+    part = slice(shard.slice_rows.start, shard.slice_rows.stop)
+    return [rows.gather(tensor)[part] for tensor in packed]
+
+
+def _part(cuts: tuple[int, ...], index: int) -> range:
+    return range(cuts[index], cuts[index + 1])

@@ -1,0 +1,113 @@
+"""What the parts of a block share: size, place, weights, back end, gradients and trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import ModelSize, OperandError
+from h3lib.layout import Region, region_shape, whole
+from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
+from h3lib.ops.backend import Op
+from h3lib.ops.fold import row_unit_roots
+from h3lib.ops.gemm import row_fold_roots, unit_tree_roots
+from h3lib.parallel.collective import Observe
+from h3lib.parallel.shard import SeqShard, parameter_region
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Metadata of this rank's rows: the AdaLN table row of each row of the slice `[S]`, and the
+    rotary cos, sin of each row of the shard `[T, h]`."""
+
+    table_rows: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass
+class BlockContext:
+    """One block on one rank."""
+
+    size: ModelSize
+    shard: SeqShard
+    weights: dict[str, Tensor]
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    backend: str
+    trace: Trace | None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.dtype = next(iter(self.weights.values())).dtype
+        device = next(iter(self.weights.values())).device.type
+        self.size.check(self.shard.contract, device)
+        for name, (shape, _) in self.shapes.items():
+            local = region_shape(parameter_region(name, shape, self.shard.owner, self.shard.tp_rank))
+            if name not in self.weights:
+                raise OperandError("weights of the block", sorted(self.weights), f"{name} of {local}")
+            if tuple(self.weights[name].shape) != local:
+                raise OperandError(f"shape of {name}", tuple(self.weights[name].shape), local)
+
+    def call(self, op: Op, *args):
+        """The op on this block's back end."""
+        return op(*args, backend=self.backend)
+
+    def row_units(self, terms: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
+        """Roots of a row fold over the row units of the slice."""
+        shard = self.shard
+        return self.call(row_unit_roots, terms, shard.owner.rows, shard.row_units, groups, num_groups)
+
+    def unit_tree(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
+        """Roots of the sum of a @ b over the feature units here."""
+        shard = self.shard
+        return self.call(unit_tree_roots, list(parts), shard.feature_units, shard.contract.num_units)
+
+    def leave(self, name: str, *parts: tuple[Tensor, Tensor]) -> Tensor:
+        """The row-parallel product sum of a @ b, `[S, D]`: unit tree over all ranks, rounded once."""
+        region = ((self.shard.shard_rows,), (range(self.size.hidden_size),))
+        return self.shard.leave(self.unit_tree(*parts), self.dtype, self.observe(name, region))
+
+    def weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
+        """dw = dy^T x, row fold over sequence units, summed over cp."""
+        shard = self.shard
+        roots = self.call(row_fold_roots, dy, x, shard.owner.rows, shard.sequence_units)
+        dtype = self.weights[name].dtype
+        self.gradient(name, shard.sum_sequence_units(roots, dtype, self.observe_parameter(name)))
+
+    def gradient(self, name: str, root: Tensor) -> None:
+        """Keep the gradient of a parameter, rounded to the parameter's dtype if it is not yet."""
+        self.gradients[name] = root.to(self.weights[name].dtype)
+        if self.trace is not None:
+            if root.dtype != self.weights[name].dtype:
+                self.trace.add(name, ROOT, root, self.parameter_part(name))
+            self.trace.add(name, GRADIENT, self.gradients[name], self.parameter_part(name))
+
+    def parameter_part(self, name: str) -> Region:
+        return parameter_region(name, self.shapes[name][0], self.shard.owner, self.shard.tp_rank)
+
+    def node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
+        """Name a value that is whole on every rank."""
+        return self._node(name, tensor, whole(tuple(tensor.shape)), kind)
+
+    def slice_node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
+        """Name a value of the slice's rows, all columns."""
+        return self._node(name, tensor, ((self.shard.slice_rows,), *whole(tuple(tensor.shape[1:]))), kind)
+
+    def unit_node(self, name: str, tensor: Tensor, width: int) -> Tensor:
+        """Name a value of the shard's rows and this rank's part of a feature axis of `width`."""
+        part = (self.shard.feature_range(width),)
+        return self._node(name, tensor, ((self.shard.shard_rows,), part, *whole(tuple(tensor.shape[2:]))))
+
+    def _node(self, name: str, tensor: Tensor, region: Region, kind: str = NODE) -> Tensor:
+        if self.trace is not None:
+            self.trace.add(name, kind, tensor, region)
+        return tensor
+
+    def observe(self, name: str, region: Region) -> Observe | None:
+        """Observer of the FP32 roots of a value whose rank's part is `region`."""
+        return None if self.trace is None else self.trace.root(name, region)
+
+    def observe_parameter(self, name: str) -> Observe | None:
+        return self.observe(name, self.parameter_part(name))

@@ -1,0 +1,74 @@
+"""Trace: named values of one block on one rank, with the part of the canonical value they are.
+
+The block names every value that it computes (`NODES`), every FP32 root before its rounding
+(`ROOTS`), its output and its gradients. A trace keeps them for comparison; without one, nothing is
+kept and the arithmetic is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from h3lib.contract import OperandError
+from h3lib.layout import Region, region_shape
+
+OUTPUT, ROOT, GRADIENT, NODE = "output", "root", "gradient", "node"
+KINDS = (OUTPUT, ROOT, GRADIENT, NODE)
+
+FORWARD_NODES = (
+    "adaln.s", "adaln.m",
+    "norm1.out", "attn.in",
+    "attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rope", "attn.k_rope",
+    "attn.heads", "attn.lse", "attn.out", "residual1",
+    "norm2.out", "ff.in", "ff.value", "ff.gate", "ff.swiglu", "ff.out",
+)
+BACKWARD_NODES = (
+    "d.ff.out", "d.ff.swiglu", "d.ff.value", "d.ff.gate", "d.ff.in", "d.norm2.out", "d.residual1",
+    "d.attn.out", "d.attn.heads", "attn.delta", "d.attn.q_rope", "d.attn.k_rope", "d.attn.v",
+    "d.attn.q", "d.attn.k", "d.attn.in", "d.norm1.out",
+    "d.adaln.m", "d.adaln.s",
+)
+NODES = FORWARD_NODES + BACKWARD_NODES
+NODE_ROOTS = ("attn.out", "ff.out", "d.ff.in", "d.attn.in", "d.adaln.m", "d.adaln.s")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's piece of a named value.
+
+    `region` is the part of the canonical tensor that the rank's tensor is. A root is finished in
+    slices: `start` then says where the piece starts in the flattened region.
+    """
+
+    name: str
+    kind: str
+    tensor: Tensor
+    region: Region
+    start: int | None = None
+
+    def __post_init__(self):
+        shape = region_shape(self.region)
+        if self.start is None and tuple(self.tensor.shape) != shape:
+            raise OperandError(f"shape of {self.kind} {self.name}", tuple(self.tensor.shape), shape)
+
+
+@dataclass
+class Trace:
+    """Collects records in the order in which the block makes them."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, name: str, kind: str, tensor: Tensor, region: Region) -> None:
+        if kind == NODE and name not in NODES:
+            raise OperandError("name of a node", name, ", ".join(NODES))
+        self.records.append(Record(name, kind, tensor.detach(), region))
+
+    def root(self, name: str, region: Region):
+        """Observer of a collective that keeps the FP32 root of the slice finished here."""
+
+        def observe(root: Tensor, start: int) -> None:
+            self.records.append(Record(name, ROOT, root.detach(), region, start))
+
+        return observe

@@ -1,0 +1,71 @@
+"""One op, several back ends: the caller names the back end, nothing chooses it at run time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from h3lib.contract import BackendError, OperandError
+
+
+class Op:
+    """An op whose eager function is its definition; other back ends register beside it.
+
+    **Raises:** BackendError for a back end that the op does not have. There is no fallback.
+    """
+
+    def __init__(self, eager: Callable):
+        functools.update_wrapper(self, eager)
+        self.implementations = {"eager": eager}
+
+    def __call__(self, *args, backend: str = "eager", **kwargs):
+        if backend not in self.implementations:
+            accepted = ", ".join(self.implementations)
+            raise BackendError(f"back end of {self.__name__}", backend, accepted)
+        return self.implementations[backend](*args, **kwargs)
+
+    def register(self, backend: str) -> Callable:
+        """Decorator that adds `backend` to this op."""
+
+        def add(function: Callable) -> Callable:
+            self.implementations[backend] = function
+            return function
+
+        return add
+
+
+def op(eager: Callable) -> Op:
+    """Make the eager definition callable with `backend=`."""
+    return Op(eager)
+
+
+def accumulator(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that sums of this tensor are kept in: FP32, or FP64 for the FP64 oracle."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_operands(**operands: torch.Tensor) -> None:
+    """**Raises:** OperandError unless all operands are BF16, FP32 or FP64 and of one dtype and device."""
+    first_name, first = next(iter(operands.items()))
+    for name, tensor in operands.items():
+        if tensor.dtype not in FLOATS:
+            raise OperandError(f"dtype of {name}", tensor.dtype, ", ".join(map(str, FLOATS)))
+        if tensor.dtype != first.dtype:
+            raise OperandError(f"dtype of {name}", tensor.dtype, f"{first.dtype} as {first_name}")
+        if tensor.device != first.device:
+            raise OperandError(f"device of {name}", str(tensor.device), f"{first.device} as {first_name}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
+    """**Raises:** OperandError unless the tensor has this shape; None stands for any size."""
+    fits = tensor.ndim == len(shape) and all(
+        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        accepted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
+        raise OperandError(f"shape of {name}", tuple(tensor.shape), accepted)

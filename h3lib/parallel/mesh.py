@@ -1,0 +1,71 @@
+"""The mesh: which ranks talk to each other, and the collective of every axis.
+
+Axes: `tp` (same rows, other feature units), `cp` (same feature units, other rows) and `rows`, over
+which the row units are spread: the whole world under SP, the cp axis without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from h3lib.layout import Layout
+from h3lib.parallel.collective import Collective, LocalCollective, TreeCollective
+from h3lib.parallel.hierarchical import HierarchicalCollective
+from h3lib.parallel.transport import Transport
+
+Group = tuple[int, ...]
+Connect = Callable[[Group, int], Transport]
+"""Opens the group of these global ranks, seen from the given global rank."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of one rank."""
+
+    tp: Collective
+    cp: Collective
+    rows: Collective
+
+
+def local_mesh() -> Mesh:
+    """The mesh of a world of one."""
+    return Mesh(*(LocalCollective() for _ in range(3)))
+
+
+def build_mesh(layout: Layout, rank: int, connect: Connect) -> Mesh:
+    """The collectives of `rank`, hierarchical where a group has several ranks on several nodes."""
+    return Mesh(*(_collective(layout, axis, rank, connect) for axis in _axes(layout, rank)))
+
+
+def mesh_groups(layout: Layout) -> list[Group]:
+    """Every group that some rank of the layout connects, in one order for all ranks."""
+    groups: dict[Group, None] = {}
+    for rank in range(layout.num_ranks):
+        for axis in _axes(layout, rank):
+            groups.update(dict.fromkeys(g for g in _levels(layout, axis, rank) if len(g) > 1))
+    return list(groups)
+
+
+def _axes(layout: Layout, rank: int) -> tuple[Group, Group, Group]:
+    cp = tuple(layout.cp_group(rank))
+    return tuple(layout.tp_group(rank)), cp, tuple(range(layout.num_ranks)) if layout.sp else cp
+
+
+def _levels(layout: Layout, axis: Group, rank: int) -> list[Group]:
+    """One group for a flat axis; for a hierarchical one this node's ranks, then their equals."""
+    by_node: dict[int, list[int]] = {}
+    for member in axis:
+        by_node.setdefault(layout.node(member), []).append(member)
+    local = by_node[layout.node(rank)]
+    if len(by_node) == 1 or len(local) == 1:
+        return [axis]
+    place = local.index(rank)
+    return [tuple(local), tuple(members[place] for members in by_node.values())]
+
+
+def _collective(layout: Layout, axis: Group, rank: int, connect: Connect) -> Collective:
+    if len(axis) == 1:
+        return LocalCollective()
+    transports = [connect(group, rank) for group in _levels(layout, axis, rank)]
+    return TreeCollective(*transports) if len(transports) == 1 else HierarchicalCollective(*transports)

@@ -1,0 +1,170 @@
+"""Transports move bytes between the ranks of one group and never add.
+
+One primitive is enough: `exchange`, an all-to-all of parts of any size. Every collective of the
+contract is an exchange followed by adds in the order of `ops/tree.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import PeerError
+
+Shape = tuple[int, ...]
+
+
+class Transport(abc.ABC):
+    """The ranks of one group, seen from one of them; `rank` and `size` count inside the group."""
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """Send `parts[r]` to rank r and receive, from each rank r in order, a tensor of `shapes[r]`.
+
+        All parts have one dtype and device; parts may be empty.
+
+        **Order:** none, nothing is added. **Raises:** PeerError on every rank if what one rank
+        sends is not what its peer expects, or a peer fails or does not answer in time.
+        """
+
+
+class LocalTransport(Transport):
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        check_exchange([[(tuple(parts[0].shape), str(parts[0].dtype))]], [[tuple(shapes[0])]])
+        return list(parts)
+
+
+def check_exchange(sent: list[list[tuple]], expected: list[list[Shape]]) -> None:
+    """**Raises:** PeerError for the first (source, destination) whose tensors do not agree.
+
+    `sent[s][d]` is (shape, dtype) of what s sends to d; `expected[d][s]` the shape d expects.
+    Every rank evaluates the same tables, so every rank raises the same error.
+    """
+    dtypes = {entry[1] for row in sent for entry in row}
+    if len(dtypes) > 1:
+        raise PeerError("dtypes of one exchange", sorted(dtypes), "one dtype on every rank")
+    for source, row in enumerate(sent):
+        for destination, (shape, _) in enumerate(row):
+            want = tuple(expected[destination][source])
+            if shape != want:
+                raise PeerError(
+                    f"shape sent by rank {source} to rank {destination} of the group", shape, want
+                )
+
+
+class ThreadWorld:
+    """Many ranks in one process: each rank is a thread, one of `num_running` computes at a time.
+
+    For tests and notebooks: 64 ranks run in seconds, and every byte goes the way it would go
+    between processes. A rank that raises breaks the others' waits.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 120.0, num_running: int = 1):
+        self.size, self.timeout_s = size, timeout_s
+        self.turn = threading.Semaphore(num_running)
+        self._groups: dict[tuple[int, ...], _ThreadGroup] = {}
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def connect(self, ranks: Sequence[int], rank: int) -> ThreadTransport:
+        """The group of the global `ranks`, seen from the global `rank`."""
+        with self._lock:
+            group = self._groups.setdefault(tuple(ranks), _ThreadGroup(self, len(ranks)))
+            if self._failed:
+                group.barrier.abort()
+        return ThreadTransport(group, list(ranks).index(rank))
+
+    def run(self, function: Callable[[int], object]) -> list:
+        """`function(rank)` for every rank; the results in rank order.
+
+        **Raises:** the first error that a rank raised of its own.
+        """
+        results, errors = [None] * self.size, {}
+
+        def rank_main(rank: int) -> None:
+            with self.turn:
+                try:
+                    results[rank] = function(rank)
+                except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                    errors[rank] = error
+                    self.abort()
+
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            own = [e for e in errors.values() if not isinstance(e, _PeerAborted)]
+            raise (own or list(errors.values()))[0]
+        return results
+
+    def abort(self) -> None:
+        with self._lock:
+            self._failed = True
+            for group in self._groups.values():
+                group.barrier.abort()
+
+
+class _PeerAborted(PeerError):
+    """Another rank of the thread world failed first."""
+
+
+class _ThreadGroup:
+    def __init__(self, world: ThreadWorld, size: int):
+        self.world, self.size = world, size
+        self.barrier = threading.Barrier(size)
+        self.posted: list[tuple | None] = [None] * size
+
+    def wait(self) -> None:
+        self.world.turn.release()
+        try:
+            self.barrier.wait(self.world.timeout_s)
+        except threading.BrokenBarrierError:
+            raise _PeerAborted("peer rank", "failed or late", f"an answer in {self.world.timeout_s} s") from None
+        finally:
+            self.world.turn.acquire()
+
+
+class ThreadTransport(Transport):
+    """One thread's view of a group of a `ThreadWorld`."""
+
+    def __init__(self, group: _ThreadGroup, rank: int):
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        self.group.posted[self.rank] = ([part.clone() for part in parts], [tuple(s) for s in shapes])
+        self.group.wait()
+        posted = list(self.group.posted)
+        self.group.wait()
+        sent = [[(tuple(part.shape), str(part.dtype)) for part in row] for row, _ in posted]
+        check_exchange(sent, [expected for _, expected in posted])
+        return [row[self.rank] for row, _ in posted]
+
+
+def pack_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """The parts' bytes, one after the other, on the CPU."""
+    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8).cpu() for part in parts])
+
+
+def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:
+    """The inverse of `pack_bytes`, on the device and in the dtype of `like`."""
+    sizes = [math.prod(shape) * like.element_size() for shape in shapes]
+    pieces = data.split(sizes)
+    return [
+        # a copy starts on its own allocation, aligned for any dtype
+        piece.clone().view(like.dtype).reshape(shape).to(like.device)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
