@@ -283,5 +283,6 @@ def _read_header(path: Path) -> dict[str, dict]:
         except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
             raise ValueError(f"unreadable header: {error!r}") from error
     if num_bytes != 8 + length + end:
-        raise ValueError(f"truncated: {num_bytes} bytes, the header describes {8 + length + end}")
+        what = "truncated" if num_bytes < 8 + length + end else "too long"
+        raise ValueError(f"{what}: {num_bytes} bytes, the header describes {8 + length + end}")
     return header

@@ -290,6 +290,11 @@ def test_no_more_than_the_slice_is_read(written, monkeypatch):
     assert len(taken) == (2 if key_layout == "original" else 1)
 
 
+def test_opening_reads_headers_only(written, monkeypatch):
+    monkeypatch.delattr(checkpoint, "safe_open")
+    assert CheckpointWeights(written[1], TINY).dtype(TO_Q) == torch.bfloat16
+
+
 def test_the_shards_of_block_0_suffice(spoiled):
     key_layout, folder = spoiled
     needed = {weight_map(folder)[stored_key(name, key_layout)] for name in BLOCK_0}
@@ -383,6 +388,14 @@ def test_truncated_shard(spoiled, kept):
     path.write_bytes(path.read_bytes()[:kept])
     (problem,) = problems(folder)
     assert "truncated" in problem and path.name in problem
+
+
+def test_shard_with_trailing_bytes(spoiled):
+    key_layout, folder = spoiled
+    path = folder / weight_map(folder)[stored_key(GATED, key_layout)]
+    path.write_bytes(path.read_bytes() + b"x")
+    (problem,) = problems(folder)
+    assert "too long" in problem and path.name in problem
 
 
 def test_a_shard_that_is_something_else(spoiled):
