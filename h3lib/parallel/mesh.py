@@ -39,11 +39,15 @@ def build_mesh(layout: Layout, rank: int, connect: Connect) -> Mesh:
 
 
 def mesh_groups(layout: Layout) -> list[Group]:
-    """Every group that some rank of the layout connects, in one order for all ranks."""
+    """Every group that some rank of the layout connects, in one order for all ranks.
+
+    Whole axes are among them where they are hierarchical too: the control is flat.
+    """
     groups: dict[Group, None] = {}
     for rank in range(layout.num_ranks):
         for axis in _axes(layout, rank):
-            groups.update(dict.fromkeys(g for g in _levels(layout, axis, rank) if len(g) > 1))
+            levels = (axis, *_levels(layout, axis, rank))
+            groups.update(dict.fromkeys(group for group in levels if len(group) > 1))
     return list(groups)
 
 

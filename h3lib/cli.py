@@ -1,0 +1,107 @@
+"""The command line: `h3lib run`, `h3lib layouts`, `h3lib verify`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import torch
+
+from h3lib.contract import SIZES, LayoutError, ReportError
+from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
+from h3lib.rank import EQUAL, REFUSED
+from h3lib.report import read_report
+from h3lib.request import DEVICES, Request
+from h3lib.run import run
+
+_RANK_BYTES = 400 * 2**20  # one CPU rank of size tiny, resident, torch 2.13
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="h3lib", description="Bitwise parallelism for MiniMax-H3.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
+    layouts = commands.add_parser("layouts", help="list the layouts that this machine can run, and why not the rest")
+    layouts.set_defaults(main=_layouts)
+    verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
+    verify.add_argument("files", nargs="+", metavar="FILE.json")
+    verify.set_defaults(main=_verify)
+    options = parser.parse_args(arguments)
+    sys.exit(options.main(options))
+
+
+def _add_run(commands) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run one block in a layout and compare every rank with one process alone",
+        description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid request, 3 a rank failed or timed out.",
+    )
+    parser.add_argument("--layout", required=True, help="e.g. tp4-cp2-sp or tp8-local4")
+    parser.add_argument("--size", default="tiny", help=", ".join(SIZES))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--rows", type=int, help="a packed job of this many rows")
+    what.add_argument("--job", help="WIDTHxHEIGHTxFRAMES, e.g. 832x480x124")
+    parser.add_argument("--device", default="cpu", help=", ".join(DEVICES))
+    parser.add_argument("--weights", default="synthetic", help="synthetic[:SEED] or a released checkpoint folder")
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--local-size", type=int, help="ranks of a node, to exercise the hierarchy inside one machine")
+    parser.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", metavar="S")
+    parser.add_argument("--backend", default="eager", help="eager: the contract's order in plain PyTorch")
+    parser.add_argument("--out", required=True, metavar="FILE.json")
+    parser.set_defaults(main=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    fields = {key: value for key, value in vars(options).items() if key not in ("command", "main")}
+    return run(Request(**fields))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    status = EQUAL
+    for path in options.files:
+        try:
+            report = read_report(path)
+        except ReportError as error:
+            print(f"{path}: refused: {error}")
+            status = REFUSED
+        else:
+            print(f"{path}: complete, {'equal' if report['equal'] else 'DIFFERENT'}, {report['layout']}, {report['rows']} rows")
+            status = status or (EQUAL if report["equal"] else 1)
+    return status
+
+
+def _layouts(options: argparse.Namespace) -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = max(1, memory // _RANK_BYTES)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    print(f"{'layout':<16}{'ranks':>6}  cpu                            cuda")
+    for layout in _known_layouts():
+        cpu = "yes" if layout.num_ranks <= room else f"no: memory for {room} ranks"
+        if not gpus:
+            cuda = "no: no CUDA device"
+        else:
+            shared = -(-layout.num_ranks // gpus)
+            cuda = "yes" if shared == 1 else f"yes: {shared} ranks share a GPU"
+        print(f"{layout.name:<16}{layout.num_ranks:>6}  {cpu:<30} {cuda}")
+    return EQUAL
+
+
+def _known_layouts() -> list[Layout]:
+    found = []
+    for cp in CP_DEGREES:
+        for tp in TP_DEGREES:
+            for sp in (False, True) if tp > 1 else (False,):
+                found.append(Layout(tp, cp, sp))
+                for local in (2, 4, 8):
+                    try:
+                        layout = Layout(tp, cp, sp, local)
+                    except LayoutError:
+                        continue
+                    if layout.num_nodes > 1:
+                        found.append(layout)
+    return sorted(found, key=lambda layout: layout.num_ranks)
+
+
+if __name__ == "__main__":
+    main()

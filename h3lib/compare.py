@@ -1,0 +1,155 @@
+"""Bitwise comparison: elements are compared as integers of their width, never with a tolerance.
+
+-0.0 differs from +0.0. Where both sides are NaN the payload is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import ReportError
+from h3lib.layout import Region, region_shape
+from h3lib.model.trace import Record
+from h3lib.model.weights import digest
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Key = tuple[str, str]
+"""(kind, name) of a compared value."""
+
+
+def take(tensor: Tensor, region: Region) -> Tensor:
+    """The part of a tensor that a region names."""
+    for dim, ranges in enumerate(region):
+        parts = [tensor.narrow(dim, r.start, len(r)) for r in ranges]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return tensor
+
+
+def different_elements(value: Tensor, canonical: Tensor) -> Tensor:
+    """Where the bytes differ, `[n]` bool, of two flat tensors of one dtype and length.
+
+    **Raises:** ReportError if they are not comparable.
+    """
+    if value.dtype != canonical.dtype or value.shape != canonical.shape:
+        received = (str(value.dtype), tuple(value.shape))
+        raise ReportError("compared tensors", received, (str(canonical.dtype), tuple(canonical.shape)))
+    integer = _INTEGERS[value.element_size()]
+    differ = value.contiguous().view(integer) != canonical.contiguous().view(integer)
+    return differ & ~(value.isnan() & canonical.isnan())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one rank's piece of a value compares with the canonical one; `first` is the first
+    different element: its coordinate in the canonical tensor and both values."""
+
+    name: str
+    kind: str
+    total: int
+    different: int
+    first: dict | None
+    region: Region
+    start: int | None
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.name
+
+
+def compare_record(record: Record, canonical: Tensor) -> Difference:
+    """Compare one rank's record with the canonical tensor of that name, on the record's device."""
+    expected = take(canonical, record.region).reshape(-1)
+    value = record.tensor.reshape(-1)
+    if record.start is not None:
+        expected = expected[record.start : record.start + len(value)]
+    expected = expected.to(value.device)
+    differ = different_elements(value, expected)
+    count, first = int(differ.sum()), None
+    if count:
+        at = int(differ.nonzero()[0])
+        first = {
+            "coordinate": _coordinate(at + (record.start or 0), record.region),
+            "value": repr(value[at].item()),
+            "canonical": repr(expected[at].item()),
+        }
+    return Difference(record.name, record.kind, len(value), count, first, record.region, record.start)
+
+
+def _coordinate(flat: int, region: Region) -> list[int]:
+    coordinate = []
+    for size, ranges in zip(reversed(region_shape(region)), reversed(region), strict=True):
+        flat, index = divmod(flat, size)
+        for part in ranges:
+            if index < len(part):
+                coordinate.append(part[index])
+                break
+            index -= len(part)
+    return coordinate[::-1]
+
+
+def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
+    """The canonical values by (kind, name), each in its global shape.
+
+    **Raises:** ReportError if one name is recorded twice.
+    """
+    tensors: dict[Key, Tensor] = {}
+    for record in records:
+        key = record.kind, record.name
+        if key in tensors:
+            raise ReportError("records of one name", key, "one record a name")
+        tensors[key] = record.tensor.reshape(region_shape(record.region)).contiguous()
+    return tensors
+
+
+def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) -> list[dict]:
+    """One entry a compared value, over all ranks: the `tensors` of a report.
+
+    `covered` says that the ranks' pieces together are the whole canonical tensor.
+    """
+    by_key: dict[Key, list[tuple[int, Difference]]] = {key: [] for key in canonical}
+    for rank, differences in enumerate(ranks):
+        for difference in differences:
+            by_key[difference.key].append((rank, difference))
+    return [_summary(key, canonical[key], found) for key, found in by_key.items()]
+
+
+def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]]) -> dict:
+    first = next(({"rank": rank, **d.first} for rank, d in found if d.first), None)
+    pieces = {(d.region, d.start, d.total) for _, d in found}
+    return {
+        "name": key[1],
+        "kind": key[0],
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "total": sum(d.total for _, d in found),
+        "different": sum(d.different for _, d in found),
+        "covered": _covered(tuple(tensor.shape), pieces),
+        "first": first,
+        "sha256": digest(tensor),
+    }
+
+
+def _covered(shape: tuple[int, ...], pieces: set[tuple[Region, int | None, int]]) -> bool:
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for region, start, count in pieces:
+        piece = torch.zeros(math.prod(region_shape(region)), dtype=torch.bool)
+        piece[start or 0 : (start or 0) + count] = True
+        _mark(seen, piece.view(region_shape(region)), region)
+    return bool(seen.all())
+
+
+def _mark(seen: Tensor, piece: Tensor, region: Region, dim: int = 0) -> None:
+    """seen[region] |= piece."""
+    if dim == len(region):
+        seen |= piece
+        return
+    offset = 0
+    for part in region[dim]:
+        inner = piece.narrow(dim, offset, len(part))
+        _mark(seen.narrow(dim, part.start, len(part)), inner, region, dim + 1)
+        offset += len(part)

@@ -1,0 +1,28 @@
+"""The control: an all-reduce that must give other bits, or the comparison could not fail.
+
+Each rank rounds its partial to BF16 and the partials are added in BF16 in ring order, starting at
+the rank that finishes the slice: what a bandwidth-optimal ring does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h3lib.parallel.collective import Cuts, TreeCollective, num_roots
+
+CONTROL_KIND = "bf16 all-reduce in ring order from the own rank"
+
+
+class RingControl(TreeCollective):
+    """A collective with the order of a ring; only the control uses it."""
+
+    def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
+        start, stop = slices[self.rank]
+        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
+        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes)
+        partials = [part.sum(dim=0).to(torch.bfloat16) for part in roots]
+        total = partials[self.rank]
+        for step in range(1, self.size):
+            total = total + partials[(self.rank + step) % self.size]
+        return total.to(flat.dtype)

@@ -1,0 +1,95 @@
+"""Start ranks with torchrun and leave none running, whatever happens.
+
+The launcher and every rank ask the kernel to be killed when their parent dies; the caller stops a
+late run with TERM, then KILL. A rank that dies makes torchrun stop the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from h3lib.contract import PeerError
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 3.0
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to kill this process when its parent ends; at once if `parent` ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(3)
+
+
+def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, timeout_s: float, log: Path, tick: Callable[[], None]) -> int:
+    """`python -m module arguments` on `num_ranks` ranks of this machine; torchrun's exit status.
+
+    Their output goes to `log`; `tick` is called a few times a second.
+
+    **Raises:** PeerError if they have not ended after `timeout_s`; then none is left running.
+    """
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.1", "-m", module, *arguments,
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
+    deadline = time.monotonic() + timeout_s
+    with log.open("w") as output:
+        agent = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+        )
+        try:
+            while agent.poll() is None:
+                if time.monotonic() > deadline:
+                    raise PeerError("ranks", f"no end after {timeout_s:g} s", "an end in time")
+                tick()
+                time.sleep(0.1)
+            return agent.returncode
+        finally:
+            stop(agent)
+
+
+def stop(agent: subprocess.Popen) -> None:
+    """End the launcher and its ranks: TERM, a short wait, KILL."""
+    ranks = _descendants(agent.pid)
+    if agent.poll() is None:
+        _signal_group(agent.pid, signal.SIGTERM)
+        try:
+            agent.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+    _signal_group(agent.pid, signal.SIGKILL)
+    for rank in ranks:
+        try:
+            os.kill(rank, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    agent.wait()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _descendants(pid: int) -> list[int]:
+    found, parents = [], [pid]
+    while parents:
+        parent = parents.pop()
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:
+            continue
+        found += map(int, children)
+        parents += map(int, children)
+    return found

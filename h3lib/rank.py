@@ -1,0 +1,296 @@
+"""One rank of a run: compute the block in a layout, compare it with the canonical block.
+
+Started by `h3lib run`, or directly under torchrun or srun. The first rank of every machine computes
+the canonical block alone and leaves it in a temporary folder there; every rank compares every value
+of its own with it. Rank 0 writes the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from h3lib.compare import Difference, Key, canonical_tensors, compare_record, summarise
+from h3lib.contract import Contract, H3Error, LayoutError, PeerError, ReportError
+from h3lib.layout import Ownership
+from h3lib.model.inputs import block_inputs, block_weights, trace_block
+from h3lib.model.packing import pack
+from h3lib.model.trace import GRADIENT, NODE, Record
+from h3lib.model.weights import digest
+from h3lib.parallel.control import CONTROL_KIND, RingControl
+from h3lib.parallel.gloo import GlooWorld, require_same
+from h3lib.parallel.launch import die_with_parent
+from h3lib.parallel.mesh import build_mesh, mesh_groups
+from h3lib.parallel.shard import SeqShard
+from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
+from h3lib.request import Request
+
+EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
+
+
+class RankRun:
+    """The phases of a run on one rank, each timed; every rank goes through all of them."""
+
+    def __init__(self, request: Request, progress: Callable[[str], None] = lambda phase: None):
+        self.request, self.progress = request, progress
+        self.layout, self.contract = request.parsed_layout, Contract()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.started = time.monotonic()
+
+    def run(self) -> int:
+        """EQUAL or DIFFERENT. **Raises:** an H3Error for everything else."""
+        request = self.request
+        self._phase("start")
+        self.world = GlooWorld(mesh_groups(self.layout), request.timeout_s)
+        try:
+            if self.world.size != self.layout.num_ranks:
+                raise LayoutError("number of ranks", self.world.size, f"{self.layout.num_ranks} for {self.layout.name}")
+            self._join()
+            self._phase("canonical")
+            canonical = self._canonical()
+            records = self._block(self.shard)
+            self._phase("compare")
+            differences = [compare_record(record, canonical[record.kind, record.name]) for record in records]
+            self._phase("control")
+            control = self._control(canonical)
+            return self._report(canonical, differences, control)
+        finally:
+            self._remove_scratch()
+            self.world.close()
+
+    def _phase(self, name: str) -> None:
+        """End the running phase and start the next."""
+        now = time.monotonic()
+        if hasattr(self, "phase"):
+            self.seconds[self.phase] += now - self.phase_started
+        self.phase, self.phase_started = name, now
+        self.progress(name)
+
+    def _join(self) -> None:
+        """Device, peers that agree, place in the layout, inputs."""
+        request, rank = self.request, self.world.rank
+        self.hosts = self.world.gather_objects(socket.gethostname())
+        self.local_rank = self.hosts[:rank].count(self.hosts[rank])
+        self.device = request.device
+        if request.device == "cuda":
+            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
+        self.environment = environment(request.device, machine_names(self.hosts)[rank])
+        same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
+        fingerprint = {key: self.environment[key] for key in same}
+        asked = {key: value for key, value in asdict(request).items() if key != "out"}
+        require_same(self.world, {"contract": self.contract.id, **asked, **fingerprint})
+        self.packed = pack(request.parsed_job).to(self.device)
+        self.source = request.source(self.device)
+        owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
+        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
+
+    def _block(self, shard: SeqShard, backward: bool = True) -> list[Record]:
+        """Every value of the block at a place; timed, with all ranks in step, at this rank's own."""
+        request = self.request
+        step = self._step if shard is self.shard else lambda phase: None
+        records = trace_block(
+            request.model_size, self.source, self.packed, shard, request.seed, request.backend, backward, step
+        )
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return records
+
+    def _step(self, phase: str) -> None:
+        """Start a timed phase when every rank is there."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.world.gather_objects(None)
+        self._phase(phase)
+
+    def _canonical(self) -> CanonicalFile:
+        """Computed by the first rank of each machine, read by all ranks of that machine."""
+        first = self.hosts.index(self.hosts[self.world.rank])
+        path, failure = None, None
+        if self.world.rank == first:
+            try:
+                self.scratch = tempfile.mkdtemp(prefix="h3lib-")
+                path = str(Path(self.scratch) / "canonical.safetensors")
+                shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+                save_canonical(canonical_tensors(self._block(shard)), path)
+            except Exception as error:  # every rank must hear of it, or the others wait
+                failure = f"{type(error).__name__}: {error}"
+        answers = self.world.gather_objects((path, failure))
+        for rank, (_, reason) in enumerate(answers):
+            if reason is not None:
+                raise PeerError(f"canonical block on rank {rank}", reason, "a block that runs")
+        return CanonicalFile(answers[first][0])
+
+    def _control(self, canonical: CanonicalFile) -> dict:
+        """The same run with a ring's order on one axis at a time must differ (contract, 7)."""
+        layout, rank, axes = self.layout, self.world.rank, []
+        cuts = self.shard.owner.shard_row_cuts()
+        holders = sum(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+        plans = (
+            ("tp", (NODE, "attn.out"), layout.tp > 1, tuple(layout.tp_group(rank))),
+            ("cp", (GRADIENT, "ff.net.2.weight"), holders > 1, tuple(layout.cp_group(rank))),
+        )
+        for axis, key, applicable, group in plans:
+            if not applicable:
+                continue
+            ring = RingControl(self.world.connect(group, rank))
+            shard = replace(self.shard, mesh=replace(self.shard.mesh, **{axis: ring}))
+            records = self._block(shard, backward=axis == "cp")
+            found = [compare_record(r, canonical[key]) for r in records if (r.kind, r.name) == key]
+            counts = self.world.gather_objects([(d.total, d.different) for d in found])
+            total, different = map(sum, zip(*(pair for rank_pairs in counts for pair in rank_pairs), strict=True))
+            axes.append({"axis": axis, "tensor": key[1], "total": total, "different": different})
+        return {
+            "kind": CONTROL_KIND,
+            "applicable": bool(axes),
+            "total": sum(axis["total"] for axis in axes),
+            "different": sum(axis["different"] for axis in axes),
+            "axes": axes,
+        }
+
+    def _report(self, canonical: CanonicalFile, differences: list[Difference], control: dict) -> int:
+        """Rank 0 writes the report; every rank returns the same verdict."""
+        self._phase("total")
+        self.seconds["total"] = time.monotonic() - self.started
+        ranks = self.world.gather_objects(differences)
+        seconds = self.world.gather_objects(self.seconds)
+        failure = None
+        if self.world.rank == 0:
+            try:
+                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in PHASES}
+                write_report(self._content(canonical, ranks, control, slowest), self.request.out)
+            except (H3Error, OSError) as error:
+                failure = str(error)
+        failure = self.world.gather_objects(failure)[0]
+        if failure is not None:
+            raise ReportError("report", failure, "a valid report that can be written")
+        return DIFFERENT if any(d.different for rank in ranks for d in rank) else EQUAL
+
+    def _content(self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict) -> dict:
+        request, layout = self.request, self.layout
+        tensors = summarise(canonical, ranks)
+        on_gpu = request.device == "cuda"
+        per_host = max(self.hosts.count(host) for host in self.hosts)
+        return {
+            "schema": SCHEMA_VERSION,
+            "contract": self.contract.id,
+            "layout": layout.name,
+            "num_ranks": layout.num_ranks,
+            "local_size": layout.local_size or layout.num_ranks,
+            "ranks_per_gpu": -(-per_host // torch.cuda.device_count()) if on_gpu else None,
+            "size": request.size,
+            "rows": self.packed.num_rows,
+            "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
+            "weights": request.weights if request.weights.startswith("synthetic") else "checkpoint",
+            "seed": request.seed,
+            "device": request.device,
+            "backend": request.backend,
+            "environment": self.environment,
+            "digests": self._digests(),
+            "tensors": tensors,
+            "equal": all(tensor["different"] == 0 for tensor in tensors),
+            "control": control,
+            "timings_s": seconds,
+            "complete": True,
+        }
+
+    def _digests(self) -> dict:
+        """SHA-256 over the digests of all weights of the block, and of all inputs."""
+        shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+        weights = block_weights(self.request.model_size, self.source, shard)
+        inputs = block_inputs(self.request.model_size, self.source, self.packed, shard, self.request.seed)
+        given = (inputs.x, inputs.dout, inputs.temb, inputs.rows.table_rows, inputs.rows.cos, inputs.rows.sin)
+        return {
+            "weights": _digest_of(*(f"{name} {digest(weights[name])}" for name in sorted(weights))),
+            "inputs": _digest_of(*map(digest, given)),
+        }
+
+    def _remove_scratch(self) -> None:
+        if hasattr(self, "scratch"):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _digest_of(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def save_canonical(tensors: dict[Key, torch.Tensor], path: str) -> None:
+    save_file({"/".join(key): tensor.cpu() for key, tensor in tensors.items()}, path)
+
+
+class CanonicalFile:
+    """The canonical values of one machine, read one at a time: a mapping from (kind, name)."""
+
+    def __init__(self, path: str):
+        self.file = safe_open(path, framework="pt")
+
+    def keys(self) -> list[Key]:
+        return [tuple(name.split("/", 1)) for name in self.file.keys()]  # noqa: SIM118
+
+    def __iter__(self):
+        return iter(self.keys())
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        return self.file.get_tensor("/".join(key))
+
+
+def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
+    """Run this rank to its exit status; an error is one line on stderr, unforeseen ones a traceback."""
+    watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        request.check()
+        return RankRun(request, progress).run()
+    except PeerError as error:
+        status, message = FAILED, str(error)
+    except ReportError as error:
+        status, message = FAILED, str(error)
+    except H3Error as error:
+        status, message = REFUSED, str(error)
+    except Exception:
+        status, message = FAILED, traceback.format_exc()
+    print(f"h3lib: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def _late(timeout_s: float) -> None:
+    print(f"h3lib: rank {os.environ.get('RANK', 0)}: no end after {timeout_s:g} s", file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def main() -> None:
+    """`python -m h3lib.rank REQUEST_JSON SCRATCH`: a rank started by `h3lib run`.
+
+    The status goes to a file in SCRATCH, since torchrun tells only success from failure.
+    """
+    die_with_parent()
+    request, scratch = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    rank = os.environ["RANK"]
+
+    def progress(phase: str) -> None:
+        if rank == "0":
+            (scratch / "phase").write_text(phase)
+
+    status = run_rank(request, progress)
+    (scratch / f"status-{rank}").write_text(str(status))
+    sys.stdout.flush()
+    os._exit(0 if status in (EQUAL, DIFFERENT) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The report: one JSON a run, its schema, its provenance, and what makes it valid.
+
+A report is evidence only if it is whole: `complete: true` is its last key, every value is covered
+by the ranks, and the control, where it is applicable, differs. Host names appear as node-a, node-b.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jsonschema
+import numpy
+import torch
+
+from h3lib.contract import ReportError
+from h3lib.model.trace import KINDS
+
+SCHEMA_VERSION = 1
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string", "minLength": 1}
+_SHA256 = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+
+
+def _object(required: dict, optional: dict | None = None) -> dict:
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+_FIRST = _object({"rank": _COUNT, "coordinate": {"type": "array", "items": _COUNT}, "value": _TEXT, "canonical": _TEXT})
+_TENSOR = _object({
+    "name": _TEXT,
+    "kind": {"enum": list(KINDS)},
+    "shape": {"type": "array", "items": _COUNT},
+    "dtype": _TEXT,
+    "total": _COUNT,
+    "different": _COUNT,
+    "covered": {"type": "boolean"},
+    "first": {"anyOf": [{"type": "null"}, _FIRST]},
+    "sha256": _SHA256,
+})
+_AXIS = _object({"axis": {"enum": ["tp", "cp"]}, "tensor": _TEXT, "total": _COUNT, "different": _COUNT})
+_CONTROL = _object({
+    "kind": _TEXT,
+    "applicable": {"type": "boolean"},
+    "total": _COUNT,
+    "different": _COUNT,
+    "axes": {"type": "array", "items": _AXIS},
+})
+_ENVIRONMENT = _object({
+    **{key: _TEXT for key in ("device_name", "python", "torch", "numpy", "machine", "date")},
+    **{key: {"type": ["string", "null"]} for key in ("git_commit", "driver", "triton")},
+    "git_dirty": {"type": ["boolean", "null"]},
+})
+PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
+REPORT_SCHEMA = _object({
+    "schema": {"const": SCHEMA_VERSION},
+    "contract": _TEXT,
+    "layout": _TEXT,
+    "num_ranks": {"type": "integer", "minimum": 1},
+    "local_size": {"type": "integer", "minimum": 1},
+    "ranks_per_gpu": {"type": ["integer", "null"]},
+    "size": _TEXT,
+    "rows": {"type": "integer", "minimum": 1},
+    "job": {"type": "object"},
+    "weights": _TEXT,
+    "seed": _COUNT,
+    "device": {"enum": ["cpu", "cuda"]},
+    "backend": _TEXT,
+    "environment": _ENVIRONMENT,
+    "digests": _object({"weights": _SHA256, "inputs": _SHA256}),
+    "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
+    "equal": {"type": "boolean"},
+    "control": _CONTROL,
+    "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
+    "complete": {"const": True},
+})
+
+
+def check_report(report: object) -> None:
+    """**Raises:** ReportError naming what is missing or wrong: schema, coverage, kinds, verdict, control."""
+    errors = sorted(jsonschema.Draft202012Validator(REPORT_SCHEMA).iter_errors(report), key=str)
+    if errors:
+        error = jsonschema.exceptions.best_match(errors)
+        where = "/".join(map(str, error.absolute_path)) or "report"
+        raise ReportError(f"report field {where}", error.message, "the schema of h3lib.report")
+    tensors, control = report["tensors"], report["control"]
+    missing = set(KINDS) - {tensor["kind"] for tensor in tensors}
+    if missing:
+        raise ReportError("kinds of compared tensors", f"no {sorted(missing)}", ", ".join(KINDS))
+    for tensor in tensors:
+        if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
+            raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
+        if (tensor["different"] > 0) != (tensor["first"] is not None):
+            raise ReportError(f"first difference of {tensor['name']}", tensor["first"], tensor["different"])
+    if report["equal"] != all(tensor["different"] == 0 for tensor in tensors):
+        raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
+    if control["applicable"] != bool(control["axes"]):
+        raise ReportError("control", control, "axes if and only if applicable")
+    for axis in control["axes"]:
+        if axis["different"] == 0:
+            raise ReportError(f"control of the {axis['axis']} axis", 0, "a control that differs")
+
+
+def _elements(shape: list[int]) -> int:
+    return int(numpy.prod(shape, dtype=numpy.int64))
+
+
+def read_report(path: Path | str) -> dict:
+    """A checked report. **Raises:** ReportError if it cannot be read or is not whole."""
+    try:
+        report = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ReportError(f"report {path}", str(error), "a complete JSON report") from error
+    check_report(report)
+    if list(report)[-1] != "complete":
+        raise ReportError(f"last key of {path}", list(report)[-1], "complete")
+    return report
+
+
+def write_report(report: dict, path: Path | str) -> None:
+    """Check, write to a temporary name in the same folder, then rename: whole or not there."""
+    check_report(report)
+    path = Path(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def environment(device: str, machine: str) -> dict:
+    """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
+    commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+    on_gpu = device == "cuda"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    return {
+        "git_commit": commit,
+        "git_dirty": None if commit is None else bool(status),
+        "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "driver": driver.splitlines()[0] if driver else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "numpy": numpy.__version__,
+        "machine": machine,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def machine_names(hosts: list[str]) -> list[str]:
+    """node-a, node-b, ... for host names, in the order in which they first appear."""
+    order = list(dict.fromkeys(hosts))
+    return [f"node-{chr(ord('a') + i) if i < 26 else i}" for i in map(order.index, hosts)]
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

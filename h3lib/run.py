@@ -1,0 +1,99 @@
+"""`h3lib run` on this machine: start the ranks, watch them, and turn what happened into a status.
+
+0 all bytes equal, 1 some differ, 2 unsupported or invalid request, 3 a rank failed or timed out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from h3lib.contract import H3Error, PeerError
+from h3lib.parallel.gloo import launched
+from h3lib.parallel.launch import run_ranks
+from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED, run_rank
+from h3lib.report import PHASES, read_report
+from h3lib.request import Request
+
+_LOG_LINES = 15
+
+
+def run(request: Request) -> int:
+    """Run a request to its exit status; as one rank if this process was started as one.
+
+    A report of an earlier run at the same place is removed first, so that what is there afterwards
+    is of this run.
+    """
+    try:
+        request.check()
+    except H3Error as error:
+        return _say(REFUSED, str(error))
+    if launched():
+        return run_rank(request)
+    Path(request.out).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="h3lib-run-") as folder:
+        status = _start(request, Path(folder))
+    if status in (EQUAL, DIFFERENT):
+        _summary(request)
+    return status
+
+
+def _start(request: Request, scratch: Path) -> int:
+    layout, log = request.parsed_layout, scratch / "log"
+    bar = tqdm(total=len(PHASES) - 1, desc=layout.name, unit="phase", disable=None, delay=2)
+
+    def tick() -> None:
+        try:
+            phase = (scratch / "phase").read_text()
+        except OSError:
+            return
+        if phase in PHASES:
+            bar.set_postfix_str(phase, refresh=False)
+            bar.update(PHASES.index(phase) - bar.n)
+
+    arguments = [json.dumps(asdict(request)), str(scratch)]
+    try:
+        code = run_ranks("h3lib.rank", arguments, layout.num_ranks, request.timeout_s, log, tick)
+    except PeerError as error:
+        _say(FAILED, _tail(log))
+        return _say(FAILED, str(error))
+    finally:
+        bar.close()
+    statuses = {int(path.read_text() or FAILED) for path in scratch.glob("status-*")}
+    if code == 0 and len(statuses) == 1:
+        return statuses.pop()
+    _say(FAILED, _tail(log))
+    return REFUSED if statuses == {REFUSED} else FAILED
+
+
+def _tail(log: Path) -> str:
+    """What the ranks said themselves; the last lines of the log if they said nothing."""
+    lines = log.read_text(errors="replace").splitlines()
+    own = list(dict.fromkeys(line for line in lines if line.startswith("h3lib: ")))
+    return "\n".join(own[:_LOG_LINES] or lines[-_LOG_LINES:]) or "a rank ended without a word"
+
+
+def _say(status: int, message: str) -> int:
+    print(message if message.startswith("h3lib: ") else f"h3lib: {message}", file=sys.stderr)
+    return status
+
+
+def _summary(request: Request) -> None:
+    report = read_report(request.out)
+    tensors = report["tensors"]
+    wrong = [tensor for tensor in tensors if tensor["different"]]
+    compared = sum(tensor["total"] for tensor in tensors)
+    control = report["control"]
+    print(
+        f"{report['layout']}  {report['size']}  {report['rows']} rows  {report['device']}: "
+        f"{len(tensors) - len(wrong)} of {len(tensors)} values equal on {report['num_ranks']} ranks "
+        f"({compared:,} elements); control: "
+        + (f"{control['different']:,} of {control['total']:,} differ" if control["applicable"] else "not applicable")
+    )
+    for tensor in wrong[:_LOG_LINES]:
+        print(f"  {tensor['kind']} {tensor['name']}: {tensor['different']:,} of {tensor['total']:,} differ, first {tensor['first']}")
