@@ -1,0 +1,57 @@
+# Every target sets up what it needs. Variables: DEVICE=cpu|cuda, PYTHON, VENV, ROWS.
+PYTHON ?= python3
+VENV ?= .venv
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+ROWS ?= 264
+LAYOUTS := tp1 tp2 tp4 tp8 tp4-cp2 tp4-cp2-sp tp8-local4
+
+SIZE_cpu := tiny
+SIZE_cuda := small
+PINS_cpu := cpu
+PINS_cuda := gpu
+ifeq ($(SIZE_$(DEVICE)),)
+$(error DEVICE: received '$(DEVICE)'; accepted: cpu, cuda)
+endif
+
+BIN := $(VENV)/bin
+READY := $(VENV)/ready-$(DEVICE)
+REPORTS := $(LAYOUTS:%=build/reports/%.json)
+SOURCES := $(shell find h3lib -name '*.py')
+
+.PHONY: reproduce test notebooks book lint lab clean
+
+reproduce: $(READY)  ## the whole result: every layout as real processes, notebooks, book
+	rm -rf build/reports
+	$(MAKE) --no-print-directory book DEVICE=$(DEVICE)
+
+test: $(READY)  ## all tests but the slow ones and those that need a GPU
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+build/reports/%.json: $(SOURCES) | $(READY)
+	$(BIN)/h3lib run --layout $* --size $(SIZE_$(DEVICE)) --rows $(ROWS) --device $(DEVICE) --weights synthetic:0 --out $@
+
+notebooks: $(REPORTS)  ## execute every notebook with papermill into book/runs/
+	$(BIN)/python -m h3lib.book all
+
+book: notebooks  ## build the book, warnings are errors
+	$(BIN)/jupyter-book build book -W -n --keep-going --all -q
+	@echo "The book: file://$(CURDIR)/book/_build/html/index.html"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/python -m h3lib.readme --check
+
+lab: $(READY)  ## the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir notebooks
+
+clean:
+	rm -rf $(VENV) build book/runs book/_build
+
+# One virtual environment from exact pins; it is made again when a pin changes.
+$(READY): env/requirements-$(PINS_$(DEVICE)).txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON: received %d.%d; accepted: 3.11 or newer" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	rm -f $(VENV)/ready-*
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
