@@ -1,0 +1,147 @@
+"""Time of a kernel beside a library's in the same run: medians, rotated random buffers, one JSON.
+
+    ratio = theirs / ours, both medians of interleaved rounds in one process; above 1 is faster
+
+* Buffers are random (a matrix product on zeros runs faster than on data) and several sets are used
+  in turn, so that no launch finds its operands in the L2 cache.
+* Both sides are warmed up for the same time first: an H200 runs a cold product at 810 TFLOP/s and
+  a sustained one at 690 (power), so a cold library must not meet a warm kernel, nor the reverse.
+* Sides take turns, in an order that reverses every round: a drift of the clock hits both alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+
+Call = Callable[[int], object]
+"""One launch on the operand set with this index."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How long and how often; `graph` times replays of a CUDA graph, where launches would count."""
+
+    rounds: int = 5
+    round_ms: float = 60.0
+    warm_up_ms: float = 300.0
+    graph: bool = False
+
+    def under_graph(self) -> Protocol:
+        return replace(self, graph=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `measurements`."""
+
+    op: str
+    case: str
+    rows: int
+    against: str
+    ours_us: float
+    theirs_us: float
+    ratio: float
+    graph: bool = False
+
+
+def compare(
+    op: str,
+    case: str,
+    rows: int,
+    against: str,
+    ours: Call,
+    theirs: Call,
+    num_sets: int,
+    protocol: Protocol = Protocol(),
+) -> Row:
+    """Time `ours(i)` against `theirs(i)`, i rotating over `num_sets` operand sets."""
+    ours_us, theirs_us = medians([ours, theirs], num_sets, protocol)
+    return Row(op, case, rows, against, ours_us, theirs_us, theirs_us / ours_us, protocol.graph)
+
+
+def medians(calls: Sequence[Call], num_sets: int, protocol: Protocol = Protocol()) -> list[float]:
+    """Median time of each call in microseconds, over interleaved rounds."""
+    runs = [_graphed(call, num_sets) if protocol.graph else call for call in calls]
+    sets = 1 if protocol.graph else num_sets  # a graph already holds one launch of every set
+    repeats = [_warm_up(run, sets, protocol) for run in runs]
+    times: list[list[float]] = [[] for _ in calls]
+    for round_index in range(protocol.rounds):
+        order = range(len(calls)) if round_index % 2 == 0 else reversed(range(len(calls)))
+        for i in order:
+            times[i].append(_time_us(runs[i], repeats[i], sets))
+    per_launch = num_sets if protocol.graph else 1
+    return [statistics.median(t) / per_launch for t in times]
+
+
+def num_buffer_sets(bytes_per_set: int, cache_bytes: int = 60 << 20) -> int:
+    """Sets so that between two uses of one, four times the L2 cache has passed; at least 2."""
+    return max(2, -(-4 * cache_bytes // max(1, bytes_per_set)) + 1)
+
+
+def environment() -> dict[str, object]:
+    """GPU, driver and versions that the times belong to."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def report(rows: Sequence[Row], commit: str, protocol: Protocol, complete: bool) -> dict[str, object]:
+    """The JSON of one benchmark."""
+    return {
+        "environment": environment() | {"commit": commit},
+        "protocol": asdict(protocol),
+        "measurements": [asdict(row) for row in rows],
+        "complete": complete,
+    }
+
+
+def _driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+
+
+def _warm_up(run: Call, sets: int, protocol: Protocol) -> int:
+    """Run for `warm_up_ms`; how many launches fill a round."""
+    first = _time_us(run, 2 * sets, sets)
+    repeats = max(1, int(1000 * protocol.warm_up_ms / first))
+    steady = _time_us(run, repeats, sets)
+    return max(sets, int(1000 * protocol.round_ms / steady))
+
+
+def _time_us(run: Call, repeats: int, sets: int) -> float:
+    """Mean time of one launch among `repeats` in a row, between two events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for i in range(repeats):
+        run(i % sets)
+    stop.record()
+    stop.synchronize()
+    return 1000 * start.elapsed_time(stop) / repeats
+
+
+def _graphed(call: Call, num_sets: int) -> Call:
+    """A replay that launches every set once."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(num_sets):
+            call(i)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_sets):
+            call(i)
+    return lambda _: graph.replay()
