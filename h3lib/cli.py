@@ -19,10 +19,14 @@ _RANK_BYTES = 400 * 2**20  # one CPU rank of size tiny, resident, torch 2.13
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="h3lib", description="Bitwise parallelism for MiniMax-H3.")
+    parser = argparse.ArgumentParser(
+        prog="h3lib", description="Bitwise parallelism for MiniMax-H3."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
-    layouts = commands.add_parser("layouts", help="list the layouts that this machine can run, and why not the rest")
+    layouts = commands.add_parser(
+        "layouts", help="list the layouts that this machine can run, and why not the rest"
+    )
     layouts.set_defaults(main=_layouts)
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
@@ -35,7 +39,8 @@ def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
         help="run one block in a layout and compare every rank with one process alone",
-        description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid request, 3 a rank failed or timed out.",
+        description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid "
+        "request, 3 a rank failed or timed out.",
     )
     parser.add_argument("--layout", required=True, help="e.g. tp4-cp2-sp or tp8-local4")
     parser.add_argument("--size", default="tiny", help=", ".join(SIZES))
@@ -43,11 +48,19 @@ def _add_run(commands) -> None:
     what.add_argument("--rows", type=int, help="a packed job of this many rows")
     what.add_argument("--job", help="WIDTHxHEIGHTxFRAMES, e.g. 832x480x124")
     parser.add_argument("--device", default="cpu", help=", ".join(DEVICES))
-    parser.add_argument("--weights", default="synthetic", help="synthetic[:SEED] or a released checkpoint folder")
+    parser.add_argument(
+        "--weights", default="synthetic", help="synthetic[:SEED] or a released checkpoint folder"
+    )
     parser.add_argument("--blocks", type=int, default=1)
-    parser.add_argument("--local-size", type=int, help="ranks of a node, to exercise the hierarchy inside one machine")
+    parser.add_argument(
+        "--local-size",
+        type=int,
+        help="ranks of a node, to exercise the hierarchy inside one machine",
+    )
     parser.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", metavar="S")
-    parser.add_argument("--backend", default="eager", help="eager: the contract's order in plain PyTorch")
+    parser.add_argument(
+        "--backend", default="eager", help="eager: the contract's order in plain PyTorch"
+    )
     parser.add_argument("--out", required=True, metavar="FILE.json")
     parser.set_defaults(main=_run)
 
@@ -66,7 +79,8 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"{path}: refused: {error}")
             status = REFUSED
         else:
-            print(f"{path}: complete, {'equal' if report['equal'] else 'DIFFERENT'}, {report['layout']}, {report['rows']} rows")
+            verdict = "equal" if report["equal"] else "DIFFERENT"
+            print(f"{path}: complete, {verdict}, {report['layout']}, {report['rows']} rows")
             status = status or (EQUAL if report["equal"] else 1)
     return status
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,10 @@ from torch import Tensor
 
 from h3lib.contract import ReportError
 from h3lib.layout import Region, region_shape
-from h3lib.model.trace import Record
+from h3lib.model.trace import Key, Record
 from h3lib.model.weights import digest
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-Key = tuple[str, str]
-"""(kind, name) of a compared value."""
 
 
 def take(tensor: Tensor, region: Region) -> Tensor:
@@ -37,7 +35,9 @@ def different_elements(value: Tensor, canonical: Tensor) -> Tensor:
     """
     if value.dtype != canonical.dtype or value.shape != canonical.shape:
         received = (str(value.dtype), tuple(value.shape))
-        raise ReportError("compared tensors", received, (str(canonical.dtype), tuple(canonical.shape)))
+        raise ReportError(
+            "compared tensors", received, (str(canonical.dtype), tuple(canonical.shape))
+        )
     integer = _INTEGERS[value.element_size()]
     differ = value.contiguous().view(integer) != canonical.contiguous().view(integer)
     return differ & ~(value.isnan() & canonical.isnan())
@@ -77,7 +77,9 @@ def compare_record(record: Record, canonical: Tensor) -> Difference:
             "value": repr(value[at].item()),
             "canonical": repr(expected[at].item()),
         }
-    return Difference(record.name, record.kind, len(value), count, first, record.region, record.start)
+    return Difference(
+        record.name, record.kind, len(value), count, first, record.region, record.start
+    )
 
 
 def _coordinate(flat: int, region: Region) -> list[int]:
@@ -90,20 +92,6 @@ def _coordinate(flat: int, region: Region) -> list[int]:
                 break
             index -= len(part)
     return coordinate[::-1]
-
-
-def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
-    """The canonical values by (kind, name), each in its global shape.
-
-    **Raises:** ReportError if one name is recorded twice.
-    """
-    tensors: dict[Key, Tensor] = {}
-    for record in records:
-        key = record.kind, record.name
-        if key in tensors:
-            raise ReportError("records of one name", key, "one record a name")
-        tensors[key] = record.tensor.reshape(region_shape(record.region)).contiguous()
-    return tensors
 
 
 def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) -> list[dict]:

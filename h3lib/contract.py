@@ -102,10 +102,14 @@ class Contract:
         return "/".join([CONTRACT_ID, *changed])
 
 
+PUBLISHED = Contract()
+"""The published block sizes."""
+
+
 def subtree_roots(start: int, stop: int, num_leaves: int) -> tuple[range, ...]:
     """Maximal complete subtrees of the balanced tree over `num_leaves` that fill [start, stop).
 
-    TP4 rank 1 owns units 2, 3: one root. CP3 rank 1 owns units 2, 3, 4: the roots [2, 4) and [4, 5).
+    TP4 rank 1 owns units 2, 3: one root. CP3 rank 1 owns units 2, 3, 4: roots [2, 4) and [4, 5).
 
     **Order:** ascending. **Raises:** ContractError if the leaves are not a part of the tree.
     """
@@ -128,7 +132,7 @@ class RowUnits:
     """How `num_rows` active rows are cut: key blocks, sequence units, row blocks, row units."""
 
     num_rows: int
-    contract: Contract = Contract()
+    contract: Contract = PUBLISHED
 
     def __post_init__(self):
         if not isinstance(self.num_rows, int) or self.num_rows < 1:
@@ -146,7 +150,9 @@ class RowUnits:
         """Row blocks of one sequence unit, possibly none."""
         per_key_block = self.contract.key_block // self.contract.row_block
         edges = (
-            min(per_key_block * (s * self.num_key_blocks // NUM_SEQUENCE_UNITS), self.num_row_blocks)
+            min(
+                per_key_block * (s * self.num_key_blocks // NUM_SEQUENCE_UNITS), self.num_row_blocks
+            )
             for s in (unit, unit + 1)
         )
         return range(*edges)
@@ -155,13 +161,17 @@ class RowUnits:
         """Row blocks of one of the 64 row units, possibly none."""
         sequence_unit, part = divmod(unit, ROW_UNITS_PER_SEQUENCE_UNIT)
         blocks = self.sequence_unit_blocks(sequence_unit)
-        cut = [blocks.start + k * len(blocks) // ROW_UNITS_PER_SEQUENCE_UNIT for k in (part, part + 1)]
+        cut = [
+            blocks.start + k * len(blocks) // ROW_UNITS_PER_SEQUENCE_UNIT for k in (part, part + 1)
+        ]
         return range(*cut)
 
     def block_rows(self, blocks: range) -> range:
         """Rows of a run of row blocks; only the last block of all may be cut short."""
         size = self.contract.row_block
-        return range(min(blocks.start * size, self.num_rows), min(blocks.stop * size, self.num_rows))
+        return range(
+            min(blocks.start * size, self.num_rows), min(blocks.stop * size, self.num_rows)
+        )
 
     def sequence_unit_rows(self, units: range) -> range:
         """Rows of a run of sequence units."""
@@ -227,7 +237,9 @@ class ModelSize:
                 unit = getattr(self, axis) // contract.num_units
                 if unit % contract.mma_k:
                     raise ContractError(
-                        f"width of a feature unit of {axis}", unit, f"a multiple of {contract.mma_k}"
+                        f"width of a feature unit of {axis}",
+                        unit,
+                        f"a multiple of {contract.mma_k}",
                     )
 
 

@@ -59,13 +59,16 @@ class Layout:
         local = self.local_size
         if local < 1 or (self.tp % local and local % self.tp):
             raise LayoutError(
-                "local size", local, f"a divisor or a multiple of tp = {self.tp}, so that a group "
+                "local size",
+                local,
+                f"a divisor or a multiple of tp = {self.tp}, so that a group "
                 "holds the same local ranks on every node it touches",
             )
         if self.num_ranks % local:
             raise LayoutError(
-                "local size", local, f"a divisor of the number of ranks {self.num_ranks}: "
-                "nodes hold equally many ranks",
+                "local size",
+                local,
+                f"a divisor of the number of ranks {self.num_ranks}: nodes hold equally many ranks",
             )
 
     @classmethod
@@ -77,7 +80,9 @@ class Layout:
         match = _NAME.fullmatch(name) if isinstance(name, str) and name else None
         if match is None:
             raise LayoutError(
-                "layout name", name, "tp1 tp2 tp4 tp8, cp1..cp8, sp, localN, in this order, joined "
+                "layout name",
+                name,
+                "tp1 tp2 tp4 tp8, cp1..cp8, sp, localN, in this order, joined "
                 "by '-', with tp or cp named, e.g. tp4-cp2-sp or tp8-local4",
             )
         tp, cp, cp_alone, sp, local = match.groups()
@@ -131,7 +136,9 @@ class Ownership:
     @classmethod
     def of(cls, layout: Layout, num_rows: int, contract: Contract) -> Ownership:
         if contract.num_units % layout.tp:
-            raise LayoutError("tp degree", layout.tp, f"a divisor of num_units = {contract.num_units}")
+            raise LayoutError(
+                "tp degree", layout.tp, f"a divisor of num_units = {contract.num_units}"
+            )
         return cls(layout, RowUnits(num_rows, contract))
 
     def feature_cuts(self) -> tuple[int, ...]:
@@ -145,8 +152,10 @@ class Ownership:
 
     def shard_row_cuts(self) -> tuple[int, ...]:
         """Rows of a CP shard by cp_rank."""
-        starts = [self.rows.sequence_unit_rows(range(s, NUM_SEQUENCE_UNITS)).start
-                  for s in self.sequence_cuts()[:-1]]
+        starts = [
+            self.rows.sequence_unit_rows(range(s, NUM_SEQUENCE_UNITS)).start
+            for s in self.sequence_cuts()[:-1]
+        ]
         return (*starts, self.rows.num_rows)
 
     def row_unit_cuts(self) -> tuple[int, ...]:

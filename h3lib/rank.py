@@ -22,11 +22,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from h3lib.compare import Difference, Key, canonical_tensors, compare_record, summarise
-from h3lib.contract import Contract, H3Error, LayoutError, PeerError, ReportError
+from h3lib.canonical import CanonicalFile, canonical_tensors, save_canonical
+from h3lib.compare import Difference, compare_record, summarise
+from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
 from h3lib.model.inputs import block_inputs, block_weights, trace_block
 from h3lib.model.packing import pack
@@ -48,7 +47,7 @@ class RankRun:
 
     def __init__(self, request: Request, progress: Callable[[str], None] = lambda phase: None):
         self.request, self.progress = request, progress
-        self.layout, self.contract = request.parsed_layout, Contract()
+        self.layout, self.contract = request.parsed_layout, PUBLISHED
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.started = time.monotonic()
 
@@ -59,13 +58,19 @@ class RankRun:
         self.world = GlooWorld(mesh_groups(self.layout), request.timeout_s)
         try:
             if self.world.size != self.layout.num_ranks:
-                raise LayoutError("number of ranks", self.world.size, f"{self.layout.num_ranks} for {self.layout.name}")
+                raise LayoutError(
+                    "number of ranks",
+                    self.world.size,
+                    f"{self.layout.num_ranks} for {self.layout.name}",
+                )
             self._join()
             self._phase("canonical")
             canonical = self._canonical()
             records = self._block(self.shard)
             self._phase("compare")
-            differences = [compare_record(record, canonical[record.kind, record.name]) for record in records]
+            differences = [
+                compare_record(record, canonical[record.kind, record.name]) for record in records
+            ]
             self._phase("control")
             control = self._control(canonical)
             return self._report(canonical, differences, control)
@@ -104,7 +109,14 @@ class RankRun:
         request = self.request
         step = self._step if shard is self.shard else lambda phase: None
         records = trace_block(
-            request.model_size, self.source, self.packed, shard, request.seed, request.backend, backward, step
+            request.model_size,
+            self.source,
+            self.packed,
+            shard,
+            request.seed,
+            request.backend,
+            backward,
+            step,
         )
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -152,7 +164,9 @@ class RankRun:
             records = self._block(shard, backward=axis == "cp")
             found = [compare_record(r, canonical[key]) for r in records if (r.kind, r.name) == key]
             counts = self.world.gather_objects([(d.total, d.different) for d in found])
-            total, different = map(sum, zip(*(pair for rank_pairs in counts for pair in rank_pairs), strict=True))
+            total, different = map(
+                sum, zip(*(pair for rank_pairs in counts for pair in rank_pairs), strict=True)
+            )
             axes.append({"axis": axis, "tensor": key[1], "total": total, "different": different})
         return {
             "kind": CONTROL_KIND,
@@ -162,7 +176,9 @@ class RankRun:
             "axes": axes,
         }
 
-    def _report(self, canonical: CanonicalFile, differences: list[Difference], control: dict) -> int:
+    def _report(
+        self, canonical: CanonicalFile, differences: list[Difference], control: dict
+    ) -> int:
         """Rank 0 writes the report; every rank returns the same verdict."""
         self._phase("total")
         self.seconds["total"] = time.monotonic() - self.started
@@ -180,7 +196,9 @@ class RankRun:
             raise ReportError("report", failure, "a valid report that can be written")
         return DIFFERENT if any(d.different for rank in ranks for d in rank) else EQUAL
 
-    def _content(self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict) -> dict:
+    def _content(
+        self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict
+    ) -> dict:
         request, layout = self.request, self.layout
         tensors = summarise(canonical, ranks)
         on_gpu = request.device == "cuda"
@@ -212,8 +230,17 @@ class RankRun:
         """SHA-256 over the digests of all weights of the block, and of all inputs."""
         shard = SeqShard.canonical(self.packed.num_rows, self.contract)
         weights = block_weights(self.request.model_size, self.source, shard)
-        inputs = block_inputs(self.request.model_size, self.source, self.packed, shard, self.request.seed)
-        given = (inputs.x, inputs.dout, inputs.temb, inputs.rows.table_rows, inputs.rows.cos, inputs.rows.sin)
+        inputs = block_inputs(
+            self.request.model_size, self.source, self.packed, shard, self.request.seed
+        )
+        given = (
+            inputs.x,
+            inputs.dout,
+            inputs.temb,
+            inputs.rows.table_rows,
+            inputs.rows.cos,
+            inputs.rows.sin,
+        )
         return {
             "weights": _digest_of(*(f"{name} {digest(weights[name])}" for name in sorted(weights))),
             "inputs": _digest_of(*map(digest, given)),
@@ -226,26 +253,6 @@ class RankRun:
 
 def _digest_of(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def save_canonical(tensors: dict[Key, torch.Tensor], path: str) -> None:
-    save_file({"/".join(key): tensor.cpu() for key, tensor in tensors.items()}, path)
-
-
-class CanonicalFile:
-    """The canonical values of one machine, read one at a time: a mapping from (kind, name)."""
-
-    def __init__(self, path: str):
-        self.file = safe_open(path, framework="pt")
-
-    def keys(self) -> list[Key]:
-        return [tuple(name.split("/", 1)) for name in self.file.keys()]  # noqa: SIM118
-
-    def __iter__(self):
-        return iter(self.keys())
-
-    def __getitem__(self, key: Key) -> torch.Tensor:
-        return self.file.get_tensor("/".join(key))
 
 
 def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
@@ -269,7 +276,11 @@ def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: N
 
 
 def _late(timeout_s: float) -> None:
-    print(f"h3lib: rank {os.environ.get('RANK', 0)}: no end after {timeout_s:g} s", file=sys.stderr, flush=True)
+    print(
+        f"h3lib: rank {os.environ.get('RANK', 0)}: no end after {timeout_s:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(FAILED)
 
 

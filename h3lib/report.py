@@ -36,58 +36,75 @@ def _object(required: dict, optional: dict | None = None) -> dict:
     }
 
 
-_FIRST = _object({"rank": _COUNT, "coordinate": {"type": "array", "items": _COUNT}, "value": _TEXT, "canonical": _TEXT})
-_TENSOR = _object({
-    "name": _TEXT,
-    "kind": {"enum": list(KINDS)},
-    "shape": {"type": "array", "items": _COUNT},
-    "dtype": _TEXT,
-    "total": _COUNT,
-    "different": _COUNT,
-    "covered": {"type": "boolean"},
-    "first": {"anyOf": [{"type": "null"}, _FIRST]},
-    "sha256": _SHA256,
-})
-_AXIS = _object({"axis": {"enum": ["tp", "cp"]}, "tensor": _TEXT, "total": _COUNT, "different": _COUNT})
-_CONTROL = _object({
-    "kind": _TEXT,
-    "applicable": {"type": "boolean"},
-    "total": _COUNT,
-    "different": _COUNT,
-    "axes": {"type": "array", "items": _AXIS},
-})
-_ENVIRONMENT = _object({
-    **{key: _TEXT for key in ("device_name", "python", "torch", "numpy", "machine", "date")},
-    **{key: {"type": ["string", "null"]} for key in ("git_commit", "driver", "triton")},
-    "git_dirty": {"type": ["boolean", "null"]},
-})
+_FIRST = _object(
+    {
+        "rank": _COUNT,
+        "coordinate": {"type": "array", "items": _COUNT},
+        "value": _TEXT,
+        "canonical": _TEXT,
+    }
+)
+_TENSOR = _object(
+    {
+        "name": _TEXT,
+        "kind": {"enum": list(KINDS)},
+        "shape": {"type": "array", "items": _COUNT},
+        "dtype": _TEXT,
+        "total": _COUNT,
+        "different": _COUNT,
+        "covered": {"type": "boolean"},
+        "first": {"anyOf": [{"type": "null"}, _FIRST]},
+        "sha256": _SHA256,
+    }
+)
+_AXIS = _object(
+    {"axis": {"enum": ["tp", "cp"]}, "tensor": _TEXT, "total": _COUNT, "different": _COUNT}
+)
+_CONTROL = _object(
+    {
+        "kind": _TEXT,
+        "applicable": {"type": "boolean"},
+        "total": _COUNT,
+        "different": _COUNT,
+        "axes": {"type": "array", "items": _AXIS},
+    }
+)
+_ENVIRONMENT = _object(
+    {
+        **{key: _TEXT for key in ("device_name", "python", "torch", "numpy", "machine", "date")},
+        **{key: {"type": ["string", "null"]} for key in ("git_commit", "driver", "triton")},
+        "git_dirty": {"type": ["boolean", "null"]},
+    }
+)
 PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
-REPORT_SCHEMA = _object({
-    "schema": {"const": SCHEMA_VERSION},
-    "contract": _TEXT,
-    "layout": _TEXT,
-    "num_ranks": {"type": "integer", "minimum": 1},
-    "local_size": {"type": "integer", "minimum": 1},
-    "ranks_per_gpu": {"type": ["integer", "null"]},
-    "size": _TEXT,
-    "rows": {"type": "integer", "minimum": 1},
-    "job": {"type": "object"},
-    "weights": _TEXT,
-    "seed": _COUNT,
-    "device": {"enum": ["cpu", "cuda"]},
-    "backend": _TEXT,
-    "environment": _ENVIRONMENT,
-    "digests": _object({"weights": _SHA256, "inputs": _SHA256}),
-    "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
-    "equal": {"type": "boolean"},
-    "control": _CONTROL,
-    "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
-    "complete": {"const": True},
-})
+REPORT_SCHEMA = _object(
+    {
+        "schema": {"const": SCHEMA_VERSION},
+        "contract": _TEXT,
+        "layout": _TEXT,
+        "num_ranks": {"type": "integer", "minimum": 1},
+        "local_size": {"type": "integer", "minimum": 1},
+        "ranks_per_gpu": {"type": ["integer", "null"]},
+        "size": _TEXT,
+        "rows": {"type": "integer", "minimum": 1},
+        "job": {"type": "object"},
+        "weights": _TEXT,
+        "seed": _COUNT,
+        "device": {"enum": ["cpu", "cuda"]},
+        "backend": _TEXT,
+        "environment": _ENVIRONMENT,
+        "digests": _object({"weights": _SHA256, "inputs": _SHA256}),
+        "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
+        "equal": {"type": "boolean"},
+        "control": _CONTROL,
+        "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
+        "complete": {"const": True},
+    }
+)
 
 
 def check_report(report: object) -> None:
-    """**Raises:** ReportError naming what is missing or wrong: schema, coverage, kinds, verdict, control."""
+    """**Raises:** ReportError for the first of schema, kinds, coverage, verdict, control."""
     errors = sorted(jsonschema.Draft202012Validator(REPORT_SCHEMA).iter_errors(report), key=str)
     if errors:
         error = jsonschema.exceptions.best_match(errors)
@@ -101,7 +118,9 @@ def check_report(report: object) -> None:
         if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
             raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
         if (tensor["different"] > 0) != (tensor["first"] is not None):
-            raise ReportError(f"first difference of {tensor['name']}", tensor["first"], tensor["different"])
+            raise ReportError(
+                f"first difference of {tensor['name']}", tensor["first"], tensor["different"]
+            )
     if report["equal"] != all(tensor["different"] == 0 for tensor in tensors):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
     if control["applicable"] != bool(control["axes"]):
@@ -131,7 +150,9 @@ def write_report(report: dict, path: Path | str) -> None:
     """Check, write to a temporary name in the same folder, then rename: whole or not there."""
     check_report(report)
     path = Path(path)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
         try:
             json.dump(report, file, indent=1)
             file.write("\n")
@@ -149,7 +170,11 @@ def environment(device: str, machine: str) -> dict:
     commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
     on_gpu = device == "cuda"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    driver = (
+        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if on_gpu
+        else None
+    )
     return {
         "git_commit": commit,
         "git_dirty": None if commit is None else bool(status),
@@ -160,7 +185,7 @@ def environment(device: str, machine: str) -> dict:
         "triton": _triton_version(),
         "numpy": numpy.__version__,
         "machine": machine,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

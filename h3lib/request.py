@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from h3lib.contract import Contract, H3Error, ModelSize, RowsError, model_size
+from h3lib.contract import PUBLISHED, H3Error, ModelSize, RowsError, model_size
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import CheckpointWeights
@@ -55,8 +55,8 @@ class Request:
         folder = Path(self.out).parent
         if not folder.is_dir() or Path(self.out).is_dir():
             raise RequestError("output file", self.out, "a file name in a folder that exists")
-        self.model_size.check(Contract(), self.device)
-        Ownership.of(self.parsed_layout, self.parsed_job.num_rows, Contract())
+        self.model_size.check(PUBLISHED, self.device)
+        Ownership.of(self.parsed_layout, self.parsed_job.num_rows, PUBLISHED)
         self.source("cpu")
 
     @cached_property
@@ -65,7 +65,9 @@ class Request:
         if self.local_size is None:
             return layout
         if layout.local_size not in (None, self.local_size):
-            raise RequestError("local size", self.local_size, f"{layout.local_size} as in {self.layout}")
+            raise RequestError(
+                "local size", self.local_size, f"{layout.local_size} as in {self.layout}"
+            )
         return Layout(layout.tp, layout.cp, layout.sp, self.local_size)
 
     @cached_property
@@ -89,6 +91,11 @@ class Request:
         if re.fullmatch(r"synthetic(:\d+)?", self.weights):
             return SyntheticWeights(self.model_size, self.seed, device)
         if not Path(self.weights).is_dir():
-            raise RequestError("weights", self.weights, "synthetic, synthetic:SEED or a checkpoint folder")
-        names = [*TIME_EMBEDDER, *(BLOCK_PREFIX + name for name in block_parameters(self.model_size))]
+            raise RequestError(
+                "weights", self.weights, "synthetic, synthetic:SEED or a checkpoint folder"
+            )
+        names = [
+            *TIME_EMBEDDER,
+            *(BLOCK_PREFIX + name for name in block_parameters(self.model_size)),
+        ]
         return CheckpointWeights(self.weights, self.model_size, names, device)

@@ -75,6 +75,8 @@ class LogicalRows:
 
 def _check_keys(keys: Tensor) -> None:
     if not isinstance(keys, Tensor) or keys.dtype != torch.int64:
-        raise RowsError("dtype of logical keys", getattr(keys, "dtype", type(keys).__name__), "torch.int64")
+        raise RowsError(
+            "dtype of logical keys", getattr(keys, "dtype", type(keys).__name__), "torch.int64"
+        )
     if keys.ndim != 2 or keys.shape[1] not in (2, 3):
         raise RowsError("shape of logical keys", tuple(keys.shape), "[T, 2] or [T, 3]")

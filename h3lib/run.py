@@ -85,15 +85,17 @@ def _say(status: int, message: str) -> int:
 
 def _summary(request: Request) -> None:
     report = read_report(request.out)
-    tensors = report["tensors"]
+    tensors, control = report["tensors"], report["control"]
     wrong = [tensor for tensor in tensors if tensor["different"]]
     compared = sum(tensor["total"] for tensor in tensors)
-    control = report["control"]
+    verdict = "not applicable"
+    if control["applicable"]:
+        verdict = f"{control['different']:,} of {control['total']:,} differ"
     print(
         f"{report['layout']}  {report['size']}  {report['rows']} rows  {report['device']}: "
-        f"{len(tensors) - len(wrong)} of {len(tensors)} values equal on {report['num_ranks']} ranks "
-        f"({compared:,} elements); control: "
-        + (f"{control['different']:,} of {control['total']:,} differ" if control["applicable"] else "not applicable")
+        f"{len(tensors) - len(wrong)} of {len(tensors)} values equal on {report['num_ranks']} "
+        f"ranks ({compared:,} elements); control: {verdict}"
     )
     for tensor in wrong[:_LOG_LINES]:
-        print(f"  {tensor['kind']} {tensor['name']}: {tensor['different']:,} of {tensor['total']:,} differ, first {tensor['first']}")
+        counts = f"{tensor['different']:,} of {tensor['total']:,} differ"
+        print(f"  {tensor['kind']} {tensor['name']}: {counts}, first {tensor['first']}")

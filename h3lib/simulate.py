@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from h3lib.compare import Key, canonical_tensors, compare_record, summarise
-from h3lib.contract import Contract, ModelSize
+from h3lib.canonical import canonical_tensors
+from h3lib.compare import compare_record, summarise
+from h3lib.contract import PUBLISHED, Contract, ModelSize
 from h3lib.layout import Layout, Ownership
 from h3lib.model.inputs import trace_block
 from h3lib.model.packing import Packed
-from h3lib.model.trace import Record
+from h3lib.model.trace import Key, Record
 from h3lib.model.weights import SyntheticWeights, WeightSource
 from h3lib.parallel.mesh import build_mesh
 from h3lib.parallel.shard import SeqShard
@@ -21,12 +22,18 @@ from h3lib.rows import LogicalRows
 
 
 def canonical_block(
-    size: ModelSize, packed: Packed, contract: Contract = Contract(), seed: int = 0, source: WeightSource | None = None
+    size: ModelSize,
+    packed: Packed,
+    contract: Contract = PUBLISHED,
+    seed: int = 0,
+    source: WeightSource | None = None,
 ) -> dict:
     """Every named value of the block in a world of one, by (kind, name)."""
     source = source or SyntheticWeights(size, seed, packed.token_tags.device)
     num_rows = LogicalRows.of(packed.logical_keys).num_rows
-    return canonical_tensors(trace_block(size, source, packed, SeqShard.canonical(num_rows, contract), seed))
+    return canonical_tensors(
+        trace_block(size, source, packed, SeqShard.canonical(num_rows, contract), seed)
+    )
 
 
 def play_layout(
@@ -34,7 +41,7 @@ def play_layout(
     size: ModelSize,
     packed: Packed,
     canonical: dict[Key, object],
-    contract: Contract = Contract(),
+    contract: Contract = PUBLISHED,
     seed: int = 0,
     source: WeightSource | None = None,
     change: Callable[[SeqShard, ThreadWorld], SeqShard] = lambda shard, world: shard,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h3lib.contract import NUM_SEQUENCE_UNITS
 from h3lib.model.context import BlockContext, Rows
 from h3lib.ops import attention, rope
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
 from h3lib.ops.tree import partial_roots
-from h3lib.contract import NUM_SEQUENCE_UNITS
 
 W_OUT = "attn.to_out.0.weight"
 
@@ -106,7 +106,11 @@ class _HeadNorm:
         dh = ctx.call(rope.rotary_backward, dy, self.rows.cos, self.rows.sin)
         dx, terms = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
         leaves = ctx.call(
-            head_norm_dw_leaves, terms, shard.owner.rows, shard.sequence_units, len(shard.feature_units)
+            head_norm_dw_leaves,
+            terms,
+            shard.owner.rows,
+            shard.sequence_units,
+            len(shard.feature_units),
         ).transpose(0, 1)  # [U_local, S_local, H]
         first, units = shard.feature_units.start, shard.contract.num_units
         roots = partial_roots(lambda unit: leaves[unit - first], shard.feature_units, units)

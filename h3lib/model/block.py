@@ -62,7 +62,14 @@ class Block:
     for a missing or mis-shaped weight.
     """
 
-    def __init__(self, size: ModelSize, shard: SeqShard, weights: dict[str, Tensor], backend: str = "eager", trace: Trace | None = None):
+    def __init__(
+        self,
+        size: ModelSize,
+        shard: SeqShard,
+        weights: dict[str, Tensor],
+        backend: str = "eager",
+        trace: Trace | None = None,
+    ):
         self.ctx = BlockContext(size, shard, weights, block_parameters(size), backend, trace)
         self.attention = Attention(self.ctx)
         self.feed_forward = FeedForward(self.ctx)

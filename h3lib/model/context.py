@@ -44,9 +44,13 @@ class BlockContext:
         device = next(iter(self.weights.values())).device.type
         self.size.check(self.shard.contract, device)
         for name, (shape, _) in self.shapes.items():
-            local = region_shape(parameter_region(name, shape, self.shard.owner, self.shard.tp_rank))
+            local = region_shape(
+                parameter_region(name, shape, self.shard.owner, self.shard.tp_rank)
+            )
             if name not in self.weights:
-                raise OperandError("weights of the block", sorted(self.weights), f"{name} of {local}")
+                raise OperandError(
+                    "weights of the block", sorted(self.weights), f"{name} of {local}"
+                )
             if tuple(self.weights[name].shape) != local:
                 raise OperandError(f"shape of {name}", tuple(self.weights[name].shape), local)
 
@@ -57,15 +61,19 @@ class BlockContext:
     def row_units(self, terms: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
         """Roots of a row fold over the row units of the slice."""
         shard = self.shard
-        return self.call(row_unit_roots, terms, shard.owner.rows, shard.row_units, groups, num_groups)
+        return self.call(
+            row_unit_roots, terms, shard.owner.rows, shard.row_units, groups, num_groups
+        )
 
     def unit_tree(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
         """Roots of the sum of a @ b over the feature units here."""
         shard = self.shard
-        return self.call(unit_tree_roots, list(parts), shard.feature_units, shard.contract.num_units)
+        return self.call(
+            unit_tree_roots, list(parts), shard.feature_units, shard.contract.num_units
+        )
 
     def leave(self, name: str, *parts: tuple[Tensor, Tensor]) -> Tensor:
-        """The row-parallel product sum of a @ b, `[S, D]`: unit tree over all ranks, rounded once."""
+        """The row-parallel product sum of a @ b, `[S, D]`: unit tree over tp, rounded once."""
         region = ((self.shard.shard_rows,), (range(self.size.hidden_size),))
         return self.shard.leave(self.unit_tree(*parts), self.dtype, self.observe(name, region))
 
@@ -93,12 +101,16 @@ class BlockContext:
 
     def slice_node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
         """Name a value of the slice's rows, all columns."""
-        return self._node(name, tensor, ((self.shard.slice_rows,), *whole(tuple(tensor.shape[1:]))), kind)
+        return self._node(
+            name, tensor, ((self.shard.slice_rows,), *whole(tuple(tensor.shape[1:]))), kind
+        )
 
     def unit_node(self, name: str, tensor: Tensor, width: int) -> Tensor:
         """Name a value of the shard's rows and this rank's part of a feature axis of `width`."""
         part = (self.shard.feature_range(width),)
-        return self._node(name, tensor, ((self.shard.shard_rows,), part, *whole(tuple(tensor.shape[2:]))))
+        return self._node(
+            name, tensor, ((self.shard.shard_rows,), part, *whole(tuple(tensor.shape[2:])))
+        )
 
     def _node(self, name: str, tensor: Tensor, region: Region, kind: str = NODE) -> Tensor:
         if self.trace is not None:

@@ -1,6 +1,6 @@
 """The feed-forward part of a block: column-parallel in, SwiGLU, row-parallel out.
 
-    [value, gate] = a W_in^T;  y = W_out (value * SiLU(gate))
+[value, gate] = a W_in^T;  y = W_out (value * SiLU(gate))
 """
 
 from __future__ import annotations

@@ -58,7 +58,14 @@ def time_embedding(size: ModelSize, source: WeightSource, timestep: Tensor) -> T
     return timestep_embedding_forward(features, *(source.read(name) for name in TIME_EMBEDDER))[0]
 
 
-def block_inputs(size: ModelSize, source: WeightSource, packed: Packed, shard: SeqShard, seed: int, dtype: torch.dtype = torch.bfloat16) -> BlockInputs:
+def block_inputs(
+    size: ModelSize,
+    source: WeightSource,
+    packed: Packed,
+    shard: SeqShard,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> BlockInputs:
     """This rank's inputs of block 0 for a packed job whose tensors are on the rank's device.
 
     A row's values are keyed by its logical number, so a permuted or padded job has the same rows.
@@ -67,7 +74,9 @@ def block_inputs(size: ModelSize, source: WeightSource, packed: Packed, shard: S
     table = table_rows(packed.timestep_indices, packed.token_tags)
     numbers = torch.arange(rows.num_rows, device=table.device)
     part = numbers[shard.slice_rows.start : shard.slice_rows.stop]
-    x, dout = (synthetic_rows(label, seed, part, size.hidden_size, dtype) for label in ("x", "dout"))
+    x, dout = (
+        synthetic_rows(label, seed, part, size.hidden_size, dtype) for label in ("x", "dout")
+    )
     cos, sin = rope_table(rows.gather(packed.position_ids), size, dtype)
     own = slice(shard.shard_rows.start, shard.shard_rows.stop)
     metadata = Rows(coshard(shard, rows, table)[0], cos[own], sin[own])

@@ -18,20 +18,55 @@ OUTPUT, ROOT, GRADIENT, NODE = "output", "root", "gradient", "node"
 KINDS = (OUTPUT, ROOT, GRADIENT, NODE)
 
 FORWARD_NODES = (
-    "adaln.s", "adaln.m",
-    "norm1.out", "attn.in",
-    "attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm", "attn.q_rope", "attn.k_rope",
-    "attn.heads", "attn.lse", "attn.out", "residual1",
-    "norm2.out", "ff.in", "ff.value", "ff.gate", "ff.swiglu", "ff.out",
+    "adaln.s",
+    "adaln.m",
+    "norm1.out",
+    "attn.in",
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.q_norm",
+    "attn.k_norm",
+    "attn.q_rope",
+    "attn.k_rope",
+    "attn.heads",
+    "attn.lse",
+    "attn.out",
+    "residual1",
+    "norm2.out",
+    "ff.in",
+    "ff.value",
+    "ff.gate",
+    "ff.swiglu",
+    "ff.out",
 )
 BACKWARD_NODES = (
-    "d.ff.out", "d.ff.swiglu", "d.ff.value", "d.ff.gate", "d.ff.in", "d.norm2.out", "d.residual1",
-    "d.attn.out", "d.attn.heads", "attn.delta", "d.attn.q_rope", "d.attn.k_rope", "d.attn.v",
-    "d.attn.q", "d.attn.k", "d.attn.in", "d.norm1.out",
-    "d.adaln.m", "d.adaln.s",
+    "d.ff.out",
+    "d.ff.swiglu",
+    "d.ff.value",
+    "d.ff.gate",
+    "d.ff.in",
+    "d.norm2.out",
+    "d.residual1",
+    "d.attn.out",
+    "d.attn.heads",
+    "attn.delta",
+    "d.attn.q_rope",
+    "d.attn.k_rope",
+    "d.attn.v",
+    "d.attn.q",
+    "d.attn.k",
+    "d.attn.in",
+    "d.norm1.out",
+    "d.adaln.m",
+    "d.adaln.s",
 )
 NODES = FORWARD_NODES + BACKWARD_NODES
 NODE_ROOTS = ("attn.out", "ff.out", "d.ff.in", "d.attn.in", "d.adaln.m", "d.adaln.s")
+
+
+Key = tuple[str, str]
+"""(kind, name) of a value."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Forward, per key block, z = S c with S the chain of q.k and c = log2(e) / sqrt(H
     out = bf16(O / l),  L = m + log2(l)
 
 Backward, delta = tree(dO O):  p = exp2(S c - L),  dS = p (dO.v - delta)
-    dq = chain over all keys of bf16(dS).k;  dk, dv = chains over all queries of bf16(dS).q, bf16(p).dO
+    dq = chain over all keys of bf16(dS).k
+    dk, dv = chains over all queries of bf16(dS).q and of bf16(p).dO
 
 No partial sum crosses a rank: K, V are gathered for the forward and dq; q, dO, L, delta for dk, dv.
 Absent keys and queries have p = dS = 0.
@@ -99,7 +100,9 @@ def _p_and_ds(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta:
 
 
 @op
-def attention_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract) -> Tensor:
+def attention_dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract
+) -> Tensor:
     """dq = bf16(fl32(1 / sqrt(H)) sum_keys bf16(dS) k); q, dout `[Tq, N, H]`, k, v `[T, N, H]`.
 
     **Order:** one chain over all keys, ascending. **Rounds:** dS for the product; dq once.
@@ -112,17 +115,22 @@ def attention_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, del
         block = slice(start, start + contract.key_block)
         _, ds = _p_and_ds(q_h, k_h[:, block], v_h[:, block], do_h, lse_h, delta_h)
         chain(ds.to(q.dtype), k_h[:, block], into=dq)
-    return _heads_first((dq * _constant(1 / math.sqrt(q.shape[-1]), lse.dtype)).to(q.dtype)).contiguous()
+    return _heads_first(
+        (dq * _constant(1 / math.sqrt(q.shape[-1]), lse.dtype)).to(q.dtype)
+    ).contiguous()
 
 
 @op
-def attention_dkv(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract) -> tuple[Tensor, Tensor]:
+def attention_dkv(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract
+) -> tuple[Tensor, Tensor]:
     """dk = bf16(fl32(1 / sqrt(H)) sum_queries bf16(dS) q), dv = bf16(sum_queries bf16(p) dO).
 
     k, v `[Tk, N, H]` (local: the shard's rows), q, dout `[T, N, H]`, lse, delta `[T, N]` all rows
     in logical order.
 
-    **Order:** one chain over all queries, ascending. **Rounds:** p, dS for the products; dk, dv once.
+    **Order:** one chain over all queries, ascending. **Rounds:** p and dS for the products; dk and
+    dv once.
     """
     _check(k, q, dout)
     check_shape("v", v, *k.shape)

@@ -50,7 +50,7 @@ FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_operands(**operands: torch.Tensor) -> None:
-    """**Raises:** OperandError unless all operands are BF16, FP32 or FP64 and of one dtype and device."""
+    """**Raises:** OperandError unless all are BF16, FP32 or FP64, of one dtype and device."""
     first_name, first = next(iter(operands.items()))
     for name, tensor in operands.items():
         if tensor.dtype not in FLOATS:
@@ -58,7 +58,9 @@ def check_operands(**operands: torch.Tensor) -> None:
         if tensor.dtype != first.dtype:
             raise OperandError(f"dtype of {name}", tensor.dtype, f"{first.dtype} as {first_name}")
         if tensor.device != first.device:
-            raise OperandError(f"device of {name}", str(tensor.device), f"{first.device} as {first_name}")
+            raise OperandError(
+                f"device of {name}", str(tensor.device), f"{first.device} as {first_name}"
+            )
 
 
 def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:

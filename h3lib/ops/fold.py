@@ -15,7 +15,9 @@ from h3lib.ops.backend import check_shape, op
 from h3lib.ops.tree import partial_roots
 
 
-def fold_row_blocks(terms: Tensor, rows: RowUnits, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
+def fold_row_blocks(
+    terms: Tensor, rows: RowUnits, groups: Tensor | None = None, num_groups: int = 1
+) -> Tensor:
     """Chains over the rows of each row block, `[B, num_groups, ...]`, from terms `[T_local, ...]`.
 
     `groups` `[T_local]` says which sum a row belongs to (a row of the AdaLN table). The first row
@@ -51,7 +53,9 @@ def fold_row_units(blocks: Tensor, rows: RowUnits, units: range) -> list[Tensor]
 
 
 @op
-def row_unit_roots(terms: Tensor, rows: RowUnits, units: range, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
+def row_unit_roots(
+    terms: Tensor, rows: RowUnits, units: range, groups: Tensor | None = None, num_groups: int = 1
+) -> Tensor:
     """Roots of sum_t terms[t] over this rank's row units, for each group of rows.
 
     terms `[T_local, ...]` FP32, the rows of the row units `units`; result `[R, num_groups, ...]`.

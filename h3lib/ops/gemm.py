@@ -81,11 +81,19 @@ def unit_tree_roots(parts: list[tuple[Tensor, Tensor]], units: range, num_units:
     **Order:** leaf j = one chain over block j of the first part, then of the next; leaves in the
     unit tree. **Rounds:** nothing.
     """
-    check_operands(**{f"{name}{i}": t for i, part in enumerate(parts) for name, t in zip("ab", part, strict=True)})
+    check_operands(
+        **{
+            f"{name}{i}": t
+            for i, part in enumerate(parts)
+            for name, t in zip("ab", part, strict=True)
+        }
+    )
     for a, b in parts:
         check_shape("b", b, a.shape[-1], None)
         if a.shape[-1] % len(units):
-            raise OperandError("reduced axis", a.shape[-1], f"a multiple of the {len(units)} units here")
+            raise OperandError(
+                "reduced axis", a.shape[-1], f"a multiple of the {len(units)} units here"
+            )
 
     def leaf(unit: int) -> Tensor:
         total = None

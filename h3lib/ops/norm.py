@@ -52,7 +52,9 @@ def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tens
 
 
 @op
-def head_norm_dw_leaves(terms: Tensor, rows: RowUnits, sequence_units: range, num_feature_units: int) -> Tensor:
+def head_norm_dw_leaves(
+    terms: Tensor, rows: RowUnits, sequence_units: range, num_feature_units: int
+) -> Tensor:
     """Gradient of norm_q or norm_k for each sequence unit and feature unit here, `[S, U_local, H]`.
 
     terms `[T_local, N_local, H]` FP32, the rows of the sequence units, heads of the feature units.

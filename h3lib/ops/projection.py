@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.contract import NUM_ROW_UNITS, NUM_SEQUENCE_UNITS, Contract, RowUnits
+from h3lib.contract import NUM_ROW_UNITS, NUM_SEQUENCE_UNITS, PUBLISHED, Contract, RowUnits
 from h3lib.ops.backend import accumulator
 from h3lib.ops.fold import row_unit_roots
 from h3lib.ops.gemm import linear_dx, linear_forward, row_fold_roots
@@ -22,7 +22,7 @@ def projection(
     w: Tensor,
     bias: Tensor | None = None,
     logical_keys: Tensor | None = None,
-    contract: Contract = Contract(),
+    contract: Contract = PUBLISHED,
     backend: str = "eager",
 ) -> Tensor:
     """y = x W^T + b for packed rows x `[T, K]`, w `[N, K]`, bias `[N]`; y `[T, N]` in x's dtype.

@@ -20,7 +20,9 @@ def rope_table(position_ids: Tensor, size: ModelSize, dtype: torch.dtype) -> tup
     position_ids `[T, 3]` FP64, cast to FP32 first; angles in FP32. **Rounds:** cos and sin, once.
     """
     check_shape("position_ids", position_ids, None, 3)
-    steps = torch.arange(0, 2 * size.rope_freq_dim, 2, dtype=torch.float32, device=position_ids.device)
+    steps = torch.arange(
+        0, 2 * size.rope_freq_dim, 2, dtype=torch.float32, device=position_ids.device
+    )
     frequency = 1.0 / size.rope_theta ** (steps / (2 * size.rope_freq_dim))
     angles = (position_ids.float()[:, :, None] * frequency).flatten(1)
     return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)

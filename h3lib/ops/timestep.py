@@ -1,7 +1,7 @@
 """Timestep embedding, FP32 throughout, replicated on every rank.
 
-    features = [cos(t f), sin(t f)],  f_i = exp(-ln(10000) i / half)
-    temb     = linear_2(SiLU(linear_1(features)))
+features = [cos(t f), sin(t f)],  f_i = exp(-ln(10000) i / half)
+temb     = linear_2(SiLU(linear_1(features)))
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def timestep_features(timestep: Tensor, freq_dim: int) -> Tensor:
 
 
 @op
-def timestep_embedding_forward(features: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Tensor]:
+def timestep_embedding_forward(
+    features: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
+) -> tuple[Tensor, Tensor]:
     """temb `[M, E]` FP32 from features `[M, f]`; also the input of SiLU, kept for the backward.
 
     w1 `[E1, f]`, w2 `[E, E1]`. **Order:** chains. **Rounds:** nothing below FP32.
@@ -37,7 +39,9 @@ def timestep_embedding_forward(features: Tensor, w1: Tensor, b1: Tensor, w2: Ten
 
 
 @op
-def timestep_embedding_backward(dtemb: Tensor, features: Tensor, inner: Tensor, w2: Tensor) -> dict[str, Tensor]:
+def timestep_embedding_backward(
+    dtemb: Tensor, features: Tensor, inner: Tensor, w2: Tensor
+) -> dict[str, Tensor]:
     """Gradients of both linears by their checkpoint names.
 
     **Order:** dw, dbias: chains over timesteps, ascending; dx: chain over outputs.

@@ -46,10 +46,12 @@ def partial_roots(leaf: Callable[[int], Tensor], owned: range, num_leaves: int) 
 
     **Order:** `tree_sum` in each root. **Rounds:** nothing.
     """
-    return torch.stack([
-        tree_sum(lambda span: leaf(span.start) if len(span) == 1 else None, root)
-        for root in subtree_roots(owned.start, owned.stop, num_leaves)
-    ])
+    return torch.stack(
+        [
+            tree_sum(lambda span: leaf(span.start) if len(span) == 1 else None, root)
+            for root in subtree_roots(owned.start, owned.stop, num_leaves)
+        ]
+    )
 
 
 def root_nodes(roots: Sequence[Tensor], cuts: Sequence[int], first: int = 0) -> dict[range, Tensor]:
@@ -64,7 +66,9 @@ def root_nodes(roots: Sequence[Tensor], cuts: Sequence[int], first: int = 0) -> 
     for owner, values in enumerate(roots, start=first):
         spans = subtree_roots(cuts[owner], cuts[owner + 1], cuts[-1])
         if len(values) != len(spans):
-            raise OperandError(f"subtree roots of owner {owner}", len(values), f"{len(spans)}: {spans}")
+            raise OperandError(
+                f"subtree roots of owner {owner}", len(values), f"{len(spans)}: {spans}"
+            )
         nodes.update(zip(spans, values, strict=True))
     return nodes
 

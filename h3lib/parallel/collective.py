@@ -33,7 +33,9 @@ class Collective(abc.ABC):
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`."""
         start, stop = cuts[self.rank], cuts[self.rank + 1]
         if len(x) != stop - start:
-            raise OperandError(f"rows of rank {self.rank}", len(x), f"{stop - start}: {start} to {stop}")
+            raise OperandError(
+                f"rows of rank {self.rank}", len(x), f"{stop - start}: {start} to {stop}"
+            )
         row = x.shape[1:].numel()
         flat = self._gather(x.reshape(-1), [c * row for c in cuts])
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
@@ -42,7 +44,9 @@ class Collective(abc.ABC):
         """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
         return self.all_gather_rows(x.movedim(-1, 0).contiguous(), cuts).movedim(0, -1).contiguous()
 
-    def all_reduce(self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+    def all_reduce(
+        self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
+    ) -> Tensor:
         """Sum of all leaves on every rank: roots `[R, ...]` of this rank to `[...]` in `dtype`.
 
         **Order:** the tree over `leaf_cuts[-1]` leaves. **Rounds:** once, to `dtype`, after the
@@ -56,7 +60,12 @@ class Collective(abc.ABC):
         return self._gather_slices(root.to(dtype), cuts).view(roots.shape[1:])
 
     def reduce_scatter_rows(
-        self, roots: Tensor, leaf_cuts: Cuts, row_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
+        self,
+        roots: Tensor,
+        leaf_cuts: Cuts,
+        row_cuts: Cuts,
+        dtype: torch.dtype,
+        observe: Observe | None = None,
     ) -> Tensor:
         """This rank's rows of the sum of all leaves: roots `[R, T, ...]` to `[T_local, ...]`.
 
@@ -113,7 +122,9 @@ class TreeCollective(Collective):
         return gather_parts(self.transport, part, [b - a for a, b in slices])
 
     def _gather(self, flat: Tensor, cuts: Cuts) -> Tensor:
-        return gather_parts(self.transport, flat, [b - a for a, b in zip(cuts, cuts[1:], strict=False)])
+        return gather_parts(
+            self.transport, flat, [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        )
 
 
 class LocalCollective(TreeCollective):
@@ -130,7 +141,10 @@ def num_roots(leaf_cuts: Cuts, owner: int) -> int:
 
 def even_slices(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
     """The elements cut into nearly equal slices, in order."""
-    return [(num_elements * i // num_slices, num_elements * (i + 1) // num_slices) for i in range(num_slices)]
+    return [
+        (num_elements * i // num_slices, num_elements * (i + 1) // num_slices)
+        for i in range(num_slices)
+    ]
 
 
 def gather_parts(transport: Transport, part: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -25,11 +25,13 @@ class GlooWorld:
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
             dist.init_process_group("gloo", timeout=timeout)
-            self._groups = {
-                ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups
-            }
+            self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
         except RuntimeError as error:
-            raise PeerError("start of the process group", str(error).splitlines()[0], f"all ranks in {timeout_s} s") from error
+            raise PeerError(
+                "start of the process group",
+                str(error).splitlines()[0],
+                f"all ranks in {timeout_s} s",
+            ) from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def connect(self, ranks: Sequence[int], rank: int) -> GlooTransport:

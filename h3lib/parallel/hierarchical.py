@@ -53,7 +53,9 @@ class HierarchicalCollective(Collective):
         """Slices that the equal local ranks of all nodes finish, each once."""
         return list(dict.fromkeys(slices[local_rank :: self.local.size]))
 
-    def _node_roots(self, flat: Tensor, leaf_cuts: Cuts, wanted: list[list[tuple[int, int]]]) -> Tensor:
+    def _node_roots(
+        self, flat: Tensor, leaf_cuts: Cuts, wanted: list[list[tuple[int, int]]]
+    ) -> Tensor:
         """This node's maximal subtree roots of the slices that this local rank handles."""
         first = self.nodes.rank * self.local.size
         length = sum(stop - start for start, stop in wanted[self.local.rank])
@@ -63,9 +65,9 @@ class HierarchicalCollective(Collective):
         )
         nodes = root_nodes(roots, leaf_cuts, first)
         node_leaves = leaf_cuts[first], leaf_cuts[first + self.local.size]
-        return torch.stack([
-            tree_sum(nodes.get, span) for span in subtree_roots(*node_leaves, leaf_cuts[-1])
-        ])
+        return torch.stack(
+            [tree_sum(nodes.get, span) for span in subtree_roots(*node_leaves, leaf_cuts[-1])]
+        )
 
     def _gather_slices(self, part: Tensor, slices: list[tuple[int, int]]) -> Tensor:
         return gather_parts(self.local, part, [b - a for a, b in slices[: self.local.size]])

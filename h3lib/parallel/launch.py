@@ -28,7 +28,14 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(3)
 
 
-def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, timeout_s: float, log: Path, tick: Callable[[], None]) -> int:
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    timeout_s: float,
+    log: Path,
+    tick: Callable[[], None],
+) -> int:
     """`python -m module arguments` on `num_ranks` ranks of this machine; torchrun's exit status.
 
     Their output goes to `log`; `tick` is called a few times a second.
@@ -36,15 +43,29 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, timeout_s: 
     **Raises:** PeerError if they have not ended after `timeout_s`; then none is left running.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.1", "-m", module, *arguments,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        "--monitor-interval",
+        "0.1",
+        "-m",
+        module,
+        *arguments,
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
     deadline = time.monotonic() + timeout_s
     with log.open("w") as output:
         agent = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
         try:
             while agent.poll() is None:

@@ -72,4 +72,6 @@ def _collective(layout: Layout, axis: Group, rank: int, connect: Connect) -> Col
     if len(axis) == 1:
         return LocalCollective()
     transports = [connect(group, rank) for group in _levels(layout, axis, rank)]
-    return TreeCollective(*transports) if len(transports) == 1 else HierarchicalCollective(*transports)
+    return (
+        TreeCollective(*transports) if len(transports) == 1 else HierarchicalCollective(*transports)
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h3lib.contract import Contract, LayoutError
+from h3lib.contract import PUBLISHED, Contract, LayoutError
 from h3lib.layout import Layout, Ownership, Region, whole
 from h3lib.parallel.collective import Observe
 from h3lib.parallel.mesh import Mesh, local_mesh
@@ -35,7 +35,7 @@ _BLOCK = re.compile(r"transformer_blocks\.\d+\.")
 
 
 def placement(name: str) -> str:
-    """How the parameter called `name` (full checkpoint name, or the name inside a block) is split."""
+    """How a parameter is split, by its full checkpoint name or its name inside a block."""
     local = _BLOCK.sub("", name)
     for pattern, kind in PLACEMENT:
         if re.fullmatch(pattern, local):
@@ -73,7 +73,7 @@ class SeqShard:
     mesh: Mesh
 
     @classmethod
-    def canonical(cls, num_rows: int, contract: Contract = Contract()) -> SeqShard:
+    def canonical(cls, num_rows: int, contract: Contract = PUBLISHED) -> SeqShard:
         """The place of a world of one."""
         return cls(Ownership.of(Layout(), num_rows, contract), 0, local_mesh())
 
@@ -99,7 +99,9 @@ class SeqShard:
 
     @property
     def row_units(self) -> range:
-        return _part(self.owner.row_unit_cuts(), self.rank if self.owner.layout.sp else self.cp_rank)
+        return _part(
+            self.owner.row_unit_cuts(), self.rank if self.owner.layout.sp else self.cp_rank
+        )
 
     @property
     def shard_rows(self) -> range:
@@ -140,22 +142,30 @@ class SeqShard:
         """All rows in logical order: `[T_shard, ...]` to `[T, ...]`, an all-gather over cp."""
         return self.mesh.cp.all_gather_rows(x, self.owner.shard_row_cuts())
 
-    def sum_feature_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+    def sum_feature_units(
+        self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
+    ) -> Tensor:
         """The unit tree over feature units, roots `[R, ...]` to `[...]` on every TP rank."""
         return self.mesh.tp.all_reduce(roots, self.owner.feature_cuts(), dtype, observe)
 
-    def sum_sequence_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+    def sum_sequence_units(
+        self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
+    ) -> Tensor:
         """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank."""
         return self.mesh.cp.all_reduce(roots, self.owner.sequence_cuts(), dtype, observe)
 
-    def sum_row_units(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
+    def sum_row_units(
+        self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
+    ) -> Tensor:
         """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank."""
         return self.mesh.rows.all_reduce(roots, self.owner.row_unit_cuts(), dtype, observe)
 
     def feature_range(self, width: int) -> range:
         """This rank's part of a feature axis of global `width`."""
         units = self.contract.num_units
-        return range(width * self.feature_units.start // units, width * self.feature_units.stop // units)
+        return range(
+            width * self.feature_units.start // units, width * self.feature_units.stop // units
+        )
 
 
 def coshard(shard: SeqShard, rows: LogicalRows, *packed: Tensor) -> list[Tensor]:

@@ -133,7 +133,9 @@ class _ThreadGroup:
         try:
             self.barrier.wait(self.world.timeout_s)
         except threading.BrokenBarrierError:
-            raise _PeerAborted("peer rank", "failed or late", f"an answer in {self.world.timeout_s} s") from None
+            raise _PeerAborted(
+                "peer rank", "failed or late", f"an answer in {self.world.timeout_s} s"
+            ) from None
         finally:
             self.world.turn.acquire()
 
@@ -145,7 +147,10 @@ class ThreadTransport(Transport):
         self.group, self.rank, self.size = group, rank, group.size
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        self.group.posted[self.rank] = ([part.clone() for part in parts], [tuple(s) for s in shapes])
+        self.group.posted[self.rank] = (
+            [part.clone() for part in parts],
+            [tuple(s) for s in shapes],
+        )
         self.group.wait()
         posted = list(self.group.posted)
         self.group.wait()
