@@ -126,3 +126,22 @@ def row_fold_roots(dy: Tensor, x: Tensor, rows: RowUnits, units: range) -> Tenso
         return chain(dy[part].transpose(0, 1), x[part])
 
     return partial_roots(leaf, units, NUM_SEQUENCE_UNITS)
+
+
+@op
+def unit_tree_product(parts: list[tuple[Tensor, Tensor]], num_units: int, dtype: torch.dtype) -> Tensor:
+    """sum_parts a @ b, all feature units here: parts as in `unit_tree_roots`, result `[T, N]`.
+
+    **Order:** as `unit_tree_roots`. **Rounds:** once, to `dtype`, after the root. A kernel can
+    round where it finishes the tree, so that no FP32 partial is written.
+    """
+    return unit_tree_roots(parts, range(num_units), num_units)[0].to(dtype)
+
+
+@op
+def row_fold_product(dy: Tensor, x: Tensor, rows: RowUnits, dtype: torch.dtype) -> Tensor:
+    """dw = dy^T @ x, all rows here: dy `[T, N]`, x `[T, K]`, result `[N, K]`.
+
+    **Order:** as `row_fold_roots`. **Rounds:** once, to `dtype`, after the root.
+    """
+    return row_fold_roots(dy, x, rows, range(NUM_SEQUENCE_UNITS))[0].to(dtype)

@@ -75,11 +75,12 @@ def without_gpu() -> Iterator[None]:
         def get_current_stream(self, device: int) -> int:
             return 0
 
+    before = driver._active  # None until something asks for a GPU
     driver.set_active(Offline())
     try:
         yield
     finally:
-        driver.reset_active()
+        driver.set_active(before)
 
 
 def compile_offline(kernel: object, *arguments: object, **options: object) -> Code:

@@ -1,0 +1,76 @@
+"""Which tile a product runs with: one table for each (op, architecture), read by shape alone.
+
+    Tile   128 x columns, blocks of `depth` steps, a ring of `stages` blocks, `group` row tiles side
+           by side in L2, the second warpgroup `lag` blocks behind the first
+
+Nothing here is part of the bits: an entry moves where and when an element is made, never which
+additions make it, and `tests/ops/hopper/test_gemm_gpu.py` holds every entry to the same bytes.
+Nothing is tuned at run time; `h3lib.bench.gemm` gives what each entry costs.
+
+The first entry of a table whose limits the shape meets is taken. A lag needs `stages + lag` blocks a
+unit: with fewer the first warpgroup could lap the second and the barrier's parity would repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h3lib.contract import BackendError
+
+ARCHITECTURE = "sm_90"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One choice; see the head of this file."""
+
+    columns: int = 128
+    depth: int = 64
+    stages: int = 5
+    group: int = 8
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tile and the shapes it may serve."""
+
+    tile: Tile
+    min_rows: int = 1
+
+    def serves(self, rows: int, unit_blocks: int, depth_divides: int) -> bool:
+        """`unit_blocks` of the shortest unit, in blocks of 64; `depth_divides` starts of units."""
+        tile = self.tile
+        enough = not tile.lag or unit_blocks >= tile.stages + tile.lag
+        return rows >= self.min_rows and enough and depth_divides % tile.depth == 0
+
+
+TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
+    ("chain", "sm_90"): (
+        Entry(Tile(columns=256, stages=3, group=16), min_rows=513),
+        Entry(Tile(stages=6)),
+    ),
+    ("unit_tree", "sm_90"): (
+        Entry(Tile(lag=2)),
+        Entry(Tile()),
+    ),
+    ("row_fold", "sm_90"): (
+        Entry(Tile(lag=2)),
+        Entry(Tile()),
+        Entry(Tile(depth=32)),
+        Entry(Tile(depth=16)),
+    ),
+}
+
+
+def tile_for(op: str, rows: int, unit_blocks: int, depth_divides: int = 64) -> Tile:
+    """The tile that the op's table gives for this shape."""
+    for entry in TABLES[op, ARCHITECTURE]:
+        if entry.serves(rows, unit_blocks, depth_divides):
+            return entry.tile
+    raise BackendError(f"{op} with unit starts divisible by", depth_divides, "a multiple of 16")
+
+
+def tiles(op: str) -> tuple[Tile, ...]:
+    """Every tile in the op's table."""
+    return tuple(entry.tile for entry in TABLES[op, ARCHITECTURE])

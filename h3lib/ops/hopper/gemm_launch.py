@@ -1,0 +1,129 @@
+"""From operands to one launch of `gemm_kernel`: views by unit, descriptors, grid.
+
+    Operand   a matrix as [unit, outer, inner], contiguous in `inner`
+              rows x reduced axis     [U, rows, width]    `k_last`
+              reduced axis x columns  [U, width, columns]  `k_first`
+
+A box never leaves its unit: what it asks for outside is filled with zeros by the TMA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import OperandError
+from h3lib.ops.hopper.compat import TensorDescriptor, num_multiprocessors, tensor_map
+from h3lib.ops.hopper.directives import Tile
+from h3lib.ops.hopper.gemm_kernel import (
+    GROUP_ROWS,
+    MAX_REGISTERS,
+    NUM_WARPS,
+    TILE_ROWS,
+    gemm_kernel,
+)
+
+MAX_PARTS = 3
+MAX_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One matrix as the kernel reads it."""
+
+    name: str
+    base: Tensor
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    k_first: bool
+
+    def descriptor(self, free: int, depth: int) -> TensorDescriptor:
+        """Boxes of `free` rows (columns) times `depth` steps."""
+        box = (1, depth, free) if self.k_first else (1, free, depth)
+        return tensor_map(self.name, self.base, self.shape, self.strides, box)
+
+
+def k_last(name: str, x: Tensor, units: int = 1) -> Operand:
+    """x `[rows, K]`, K contiguous, cut into units."""
+    width, outer, inner = x.shape[1] // units, *_strides(x)
+    return Operand(name, x, (units, x.shape[0], width), (width if units > 1 else outer, outer, inner), False)
+
+
+def k_first(name: str, x: Tensor, units: int = 1) -> Operand:
+    """x `[K, columns]`, columns contiguous, K cut into units."""
+    width, outer, inner = x.shape[0] // units, *_strides(x)
+    return Operand(name, x, (units, width, x.shape[1]), (width * outer, outer, inner), True)
+
+
+def right_operand(name: str, b: Tensor, units: int = 1) -> Operand:
+    """b `[K, N]` of a product a @ b: a weight as it is stored, or a transposed view of one."""
+    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+        return k_last(name, b.transpose(0, 1), units)
+    return k_first(name, b, units)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Strides of a matrix; of a dim with one element the stride says nothing."""
+    inner = 1 if x.shape[1] == 1 else x.stride(1)
+    return (x.shape[1] if x.shape[0] == 1 else x.stride(0)), inner
+
+
+def check_matrix_dtype(**operands: Tensor) -> None:
+    """**Raises:** OperandError for a dtype that the back end has no product for."""
+    for name, tensor in operands.items():
+        if tensor.dtype not in (torch.bfloat16, torch.float32):
+            accepted = "torch.bfloat16, torch.float32, for back end triton"
+            raise OperandError(f"dtype of {name}", tensor.dtype, accepted)
+
+
+def launch(
+    out: Tensor,
+    a: Sequence[Operand],
+    b: Sequence[Operand],
+    tile: Tile,
+    width: int,
+    plan: tuple[int, int, int, int],
+    first_unit: int = 0,
+    fold: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """out `[R, M, N]`: for each root the subtree over `width` units from `first_unit` on.
+
+    **Order:** chains over the plan's blocks, `width` of them in the unit tree, then the bias.
+    **Rounds:** once, to out's dtype.
+    """
+    kernel, arguments, options, grid = prepare(out, a, b, tile, width, plan, first_unit, fold, bias)
+    kernel[(grid,)](*arguments, **options)
+
+
+def prepare(
+    out: Tensor,
+    a: Sequence[Operand],
+    b: Sequence[Operand],
+    tile: Tile,
+    width: int,
+    plan: tuple[int, int, int, int],
+    first_unit: int = 0,
+    fold: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[object, list[object], dict[str, object], int]:
+    """(kernel, arguments, options, programs) of `launch`: what is compiled is what is launched."""
+    roots, rows, columns = out.shape
+    strides = (out.stride(0) if roots > 1 else rows * columns, columns, 1)
+    result = tensor_map("result", out, out.shape, strides, (1, GROUP_ROWS, tile.columns))
+    none = [None] * (MAX_PARTS - len(a))
+    maps = [x.descriptor(GROUP_ROWS, tile.depth) for x in a] + none
+    maps += [x.descriptor(tile.columns, tile.depth) for x in b] + none
+    row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // tile.columns)
+    programs = min(num_multiprocessors(out.device), roots * row_tiles * column_tiles)
+    options = {
+        "WIDTH": width, "PARTS": len(a), "BN": tile.columns, "BK": tile.depth,
+        "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
+        "TA": a[0].k_first, "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None,
+        "num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS,
+    }  # fmt: skip
+    arguments = [*maps, result, bias, roots, row_tiles, column_tiles, first_unit, *plan, rows, columns]
+    return gemm_kernel, arguments, options, programs

@@ -1,0 +1,132 @@
+"""The unit tree on sm_90: products whose reduced axis is cut into feature units.
+
+    roots     FP32, one complete subtree of 1, 2, 4 or 8 units each, for a rank that owns some units
+    product   all units here: the root is rounded in the epilogue, FP32 partials never leave the chip
+
+dx of q, k, v (value, gate) is one chain a unit over block j of each part in turn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import OperandError, subtree_roots
+from h3lib.ops.backend import check_operands, check_shape
+from h3lib.ops.gemm import unit_tree_product, unit_tree_roots
+from h3lib.ops.hopper.compat import check_device
+from h3lib.ops.hopper.directives import tile_for
+from h3lib.ops.hopper.gemm_chain import chain_fp32
+from h3lib.ops.hopper.gemm_launch import (
+    MAX_PARTS,
+    MAX_WIDTH,
+    check_matrix_dtype,
+    k_last,
+    launch,
+    right_operand,
+)
+from h3lib.ops.tree import partial_roots
+
+MMA_K = 16
+SPLIT_MAX_ROWS = 128
+"""Up to here every unit gets programs of its own and the leaves are added afterwards: one tile of
+128 rows keeps 42 of 132 multiprocessors busy at 5376 columns."""
+
+Parts = list[tuple[Tensor, Tensor]]
+
+
+@unit_tree_roots.register("triton")
+def unit_tree_roots_hopper(parts: Parts, units: range, num_units: int) -> Tensor:
+    """Roots of sum_parts a @ b over the units here; `[R, T, N]` FP32.
+
+    **Order:** leaf j = one chain over block j of the first part, then of the next; leaves in the
+    unit tree. **Rounds:** nothing. **Raises:** OperandError for a dtype other than BF16 or FP32, a
+    unit that is not a multiple of 16 wide, more than 3 parts, operands off the GPU or unreadable
+    by TMA.
+    """
+    rows, columns = _check(parts, units)
+    roots = subtree_roots(units.start, units.stop, num_units)
+    if parts[0][0].dtype == torch.float32:
+        return _roots_fp32(parts, units, num_units)
+    out = parts[0][0].new_empty((len(roots), rows, columns), dtype=torch.float32)
+    if out.numel():
+        for index, root in enumerate(roots):
+            _subtree(out[index], parts, units, root)
+    return out
+
+
+@unit_tree_product.register("triton")
+def unit_tree_product_hopper(parts: Parts, num_units: int, dtype: torch.dtype) -> Tensor:
+    """sum_parts a @ b with all units here; `[T, N]` in `dtype`.
+
+    **Order:** as `unit_tree_roots_hopper`. **Rounds:** once, after the root. **Raises:** as there.
+    """
+    every = range(num_units)
+    rows, columns = _check(parts, every)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise OperandError("dtype of the product", dtype, "torch.bfloat16, torch.float32")
+    if parts[0][0].dtype == torch.float32:
+        return _roots_fp32(parts, every, num_units)[0].to(dtype)
+    out = parts[0][0].new_empty((rows, columns), dtype=dtype)
+    if out.numel():
+        _subtree(out, parts, every, every)
+    return out
+
+
+def _check(parts: Parts, units: range) -> tuple[int, int]:
+    """(T, N) of the product."""
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise OperandError("number of parts", len(parts), f"1 to {MAX_PARTS}, for back end triton")
+    if not len(units):
+        raise OperandError("units here", units, "at least one")
+    named = {f"{name}{i}": t for i, part in enumerate(parts) for name, t in zip("ab", part, strict=True)}
+    check_operands(**named)
+    check_matrix_dtype(**named)
+    check_device(**named)
+    rows, columns = parts[0][0].shape[0], parts[0][1].shape[1]
+    for a, b in parts:
+        check_shape("a", a, rows, None)
+        check_shape("b", b, a.shape[1], columns)
+        width, rest = divmod(a.shape[1], len(units))
+        if rest:
+            raise OperandError("reduced axis", a.shape[1], f"a multiple of the {len(units)} units here")
+        if a.dtype == torch.bfloat16 and (width == 0 or width % MMA_K):
+            raise OperandError("width of a unit", width, f"a multiple of {MMA_K}, for back end triton")
+    return rows, columns
+
+
+def _subtree(out: Tensor, parts: Parts, units: range, root: range) -> None:
+    """out `[T, N]` = the subtree `root` of the units here."""
+    if len(root) > MAX_WIDTH:
+        raise OperandError("units in one root", len(root), f"at most {MAX_WIDTH}, for back end triton")
+    if out.shape[0] <= SPLIT_MAX_ROWS and len(root) > 1:
+        leaves = out.new_empty((len(root), *out.shape), dtype=torch.float32)
+        _launch(leaves, parts, units, root.start, 1)
+        finished = partial_roots(lambda unit: leaves[unit], range(len(root)), len(root))
+        out.copy_(finished[0])
+    else:
+        _launch(out[None], parts, units, root.start, len(root))
+
+
+def _launch(out: Tensor, parts: Parts, units: range, first: int, width: int) -> None:
+    num = len(units)
+    a = [k_last(f"a{i}", a, num) for i, (a, _) in enumerate(parts)]
+    b = [right_operand(f"b{i}", b, num) for i, (_, b) in enumerate(parts)]
+    if len({operand.k_first for operand in b}) > 1:
+        raise OperandError("strides of b", [tuple(b.stride()) for _, b in parts], "the same dim contiguous")
+    blocks = [-(-part.shape[1] // num // 64) for part, _ in parts]
+    tile = tile_for("unit_tree", out.shape[1], sum(blocks))
+    plan = (*blocks, *[0] * (4 - len(blocks)))
+    launch(out, a, b, tile, width, plan, first - units.start)
+
+
+def _roots_fp32(parts: Parts, units: range, num_units: int) -> Tensor:
+    def leaf(unit: int) -> Tensor:
+        total = None
+        for a, b in parts:
+            width = a.shape[1] // len(units)
+            block = slice((unit - units.start) * width, (unit - units.start + 1) * width)
+            total = chain_fp32(a[:, block], b[block], into=total)
+        return total
+
+    return partial_roots(leaf, units, num_units)
