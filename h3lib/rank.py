@@ -105,7 +105,7 @@ class RankRun:
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
 
     def _block(self, shard: SeqShard, backward: bool = True) -> list[Record]:
-        """Every value of the block at a place; timed, with all ranks in step, at this rank's own."""
+        """Every value of the block at a place; timed, all ranks in step, at this rank's own."""
         request = self.request
         step = self._step if shard is self.shard else lambda phase: None
         records = trace_block(
@@ -256,7 +256,7 @@ def _digest_of(*parts: str) -> str:
 
 
 def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
-    """Run this rank to its exit status; an error is one line on stderr, unforeseen ones a traceback."""
+    """Run this rank to its exit status; an error is one line on stderr, a traceback if unforeseen."""
     watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s])
     watchdog.daemon = True
     watchdog.start()

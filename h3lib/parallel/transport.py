@@ -27,7 +27,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Send `parts[r]` to rank r and receive, from each rank r in order, a tensor of `shapes[r]`.
+        """Send `parts[r]` to rank r; receive from each rank r, in order, a tensor of `shapes[r]`.
 
         All parts have one dtype and device; parts may be empty.
 
