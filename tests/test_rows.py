@@ -1,4 +1,4 @@
-"""Logical rows: any storage order, any padding, the same rows; keys that cannot be ordered raise."""
+"""Logical rows: any storage order, any padding, the same rows; unorderable keys raise."""
 
 import pytest
 import torch
