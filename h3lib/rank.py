@@ -32,8 +32,8 @@ from h3lib.model.packing import pack
 from h3lib.model.trace import GRADIENT, NODE, Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl
-from h3lib.parallel.gloo import GlooWorld, require_same
-from h3lib.parallel.launch import die_with_parent
+from h3lib.parallel.gloo import GlooWorld, require_same, world_size
+from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.mesh import build_mesh, mesh_groups
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
@@ -55,14 +55,11 @@ class RankRun:
         """EQUAL or DIFFERENT. **Raises:** an H3Error for everything else."""
         request = self.request
         self._phase("start")
+        if world_size() != self.layout.num_ranks:
+            accepted = f"{self.layout.num_ranks} for {self.layout.name}"
+            raise LayoutError("number of ranks", world_size(), accepted)
         self.world = GlooWorld(mesh_groups(self.layout), request.timeout_s)
         try:
-            if self.world.size != self.layout.num_ranks:
-                raise LayoutError(
-                    "number of ranks",
-                    self.world.size,
-                    f"{self.layout.num_ranks} for {self.layout.name}",
-                )
             self._join()
             self._phase("canonical")
             canonical = self._canonical()
@@ -256,7 +253,7 @@ def _digest_of(*parts: str) -> str:
 
 
 def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
-    """Run this rank to its exit status; an error is one line on stderr, a traceback if unforeseen."""
+    """Run this rank to its status; an error is one line on stderr, a traceback if unforeseen."""
     watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s])
     watchdog.daemon = True
     watchdog.start()
@@ -289,7 +286,7 @@ def main() -> None:
 
     The status goes to a file in SCRATCH, since torchrun tells only success from failure.
     """
-    die_with_parent()
+    die_with_launcher()
     request, scratch = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
     rank = os.environ["RANK"]
 

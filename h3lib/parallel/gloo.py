@@ -91,3 +91,8 @@ def _answered(collective, *args, **kwargs) -> None:
 def launched() -> bool:
     """Whether this process is a rank that torchrun or srun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """How many ranks the launcher started."""
+    return int(os.environ["WORLD_SIZE"])

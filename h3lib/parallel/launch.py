@@ -19,12 +19,22 @@ from h3lib.contract import PeerError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 3.0
+_LAUNCHER = "torch.distributed.run"
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends; at once if `parent` ended already."""
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
+
+
+def die_with_launcher() -> None:
+    """The same for a rank; at once if its launcher ended while the rank was starting."""
+    die_with_parent()
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        parent = b""
+    if _LAUNCHER.encode() not in parent:
         os._exit(3)
 
 
@@ -45,7 +55,7 @@ def run_ranks(
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        _LAUNCHER,
         "--standalone",
         "--nproc-per-node",
         str(num_ranks),

@@ -1,0 +1,79 @@
+"""The block as a PyTorch module: checkpoint names, packed rows with padding, autograd."""
+
+import pytest
+import torch
+from block_support import SMALL_BLOCKS, TINY, packed_rows, padded, permuted
+
+from h3lib.contract import RowsError
+from h3lib.model.block import BLOCK_PREFIX, block_parameters
+from h3lib.model.inputs import time_embedding
+from h3lib.model.module import H3Block, PackedRows
+from h3lib.model.weights import SyntheticWeights, synthetic_rows
+
+SOURCE = SyntheticWeights(TINY, 1)
+
+
+def _run(packed, x, dout, contract=SMALL_BLOCKS):
+    block = H3Block(TINY, contract=contract)
+    weights = {name: SOURCE.read(BLOCK_PREFIX + name) for name in block_parameters(TINY)}
+    block.load_state_dict(weights)
+    x = x.clone().requires_grad_()
+    temb = time_embedding(TINY, SOURCE, packed.timestep).requires_grad_()
+    rows = PackedRows(
+        packed.position_ids, packed.token_tags, packed.timestep_indices, packed.logical_keys
+    )
+    out = block(x, temb, rows)
+    out.backward(dout)
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, "temb": temb.grad, **gradients}
+
+
+def _rows(num_rows):
+    numbers = torch.arange(num_rows)
+    return tuple(
+        synthetic_rows(label, 1, numbers, TINY.hidden_size, torch.bfloat16) for label in "xd"
+    )
+
+
+def _bytes_equal(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+PACKED, (X, DOUT) = packed_rows(131), _rows(131)
+
+
+def test_parameter_names_are_those_of_the_checkpoint():
+    assert list(dict(H3Block(TINY).named_parameters())) == list(block_parameters(TINY))
+
+
+def test_permuting_rows_with_their_metadata_changes_no_byte():
+    plain = _run(PACKED, X, DOUT)
+    order = torch.randperm(131, generator=torch.Generator().manual_seed(0))
+    moved = _run(permuted(PACKED, order), X[order], DOUT[order])
+    for name, value in plain.items():
+        assert _bytes_equal(moved[name], value[order] if name in ("out", "dx") else value), name
+
+
+@pytest.mark.parametrize("at", (0, 40, 131))
+def test_padding_may_hold_nan_and_its_rows_come_back_as_zero(at):
+    plain = _run(PACKED, X, DOUT)
+
+    def insert(rows):
+        return torch.cat((rows[:at], torch.full((9, rows.shape[1]), torch.nan).to(rows), rows[at:]))
+
+    found = _run(padded(PACKED, at, 9), insert(X), insert(DOUT))
+    for name, value in plain.items():
+        got = found[name]
+        if name in ("out", "dx"):
+            pad = got[at : at + 9]
+            assert _bytes_equal(pad, torch.zeros_like(pad)), name
+            got = torch.cat((got[:at], got[at + 9 :]))
+        assert _bytes_equal(got, value), name
+
+
+def test_duplicate_keys_are_refused():
+    keys = PACKED.logical_keys.clone()
+    keys[7] = keys[8]
+    rows = PackedRows(PACKED.position_ids, PACKED.token_tags, PACKED.timestep_indices, keys)
+    with pytest.raises(RowsError, match=r"logical key of two active rows: received \(0, 8\)"):
+        H3Block(TINY)(X, time_embedding(TINY, SOURCE, PACKED.timestep), rows)

@@ -1,0 +1,236 @@
+"""`h3lib run` with real processes: verdicts, exit statuses, faults, and nothing left running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from block_support import NAMED_LAYOUTS, TINY
+
+from h3lib.contract import ReportError
+from h3lib.model.block import BLOCK_PREFIX, block_parameters
+from h3lib.model.checkpoint import write_checkpoint
+from h3lib.model.inputs import TIME_EMBEDDER
+from h3lib.model.weights import SyntheticWeights
+from h3lib.report import read_report
+
+H3LIB = [sys.executable, "-m", "h3lib.cli"]
+
+
+def _run(*arguments, out, layout="tp1", rows="65", **options):
+    command = [*H3LIB, "run", "--layout", layout, "--rows", rows, "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+def _rank_processes() -> list[int]:
+    """Live rank processes of any run, by their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if b"h3lib.rank" in words and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def _wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+def test_real_processes_give_the_bytes_of_one(layout, tmp_path):
+    out = tmp_path / "report.json"
+    done = _run(out=out, layout=layout, rows="264")
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["equal"] and report["layout"] == layout and report["rows"] == 264
+    assert report["control"]["applicable"] and report["control"]["different"] > 0
+    assert done.stderr == "", "quiet when not a terminal"
+
+
+@pytest.mark.slow
+def test_sixteen_processes(tmp_path):
+    done = _run(out=tmp_path / "report.json", layout="tp8-cp2-sp-local4", rows="264")
+    assert done.returncode == 0, done.stderr
+
+
+def test_report_has_the_fields_that_others_read(tmp_path):
+    out = tmp_path / "report.json"
+    assert _run(out=out).returncode == 0
+    text = out.read_text()
+    report = json.loads(text)
+    assert list(report)[-1] == "complete" and report["complete"] is True
+    assert {t["kind"] for t in report["tensors"]} == {"output", "root", "gradient", "node"}
+    assert report["environment"]["machine"] == "node-a"
+    assert os.uname().nodename not in text, "no host name in a report"
+    assert report["control"] == {**report["control"], "applicable": False, "total": 0}
+
+
+def test_the_same_request_gives_the_same_digests(tmp_path):
+    digests = []
+    for name, layout in (("a", "tp1"), ("b", "cp2")):
+        assert _run(out=tmp_path / name, layout=layout).returncode == 0
+        report = read_report(tmp_path / name)
+        digests.append({(t["kind"], t["name"]): t["sha256"] for t in report["tensors"]})
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("key_layout", ("diffusers", "original"))
+def test_a_released_folder_gives_the_bytes_of_its_source(key_layout, tmp_path):
+    names = [*TIME_EMBEDDER, *(BLOCK_PREFIX + name for name in block_parameters(TINY))]
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, SyntheticWeights(TINY, 0), key_layout, 200_000, names)
+    assert _run("--weights", str(folder), out=tmp_path / "a", layout="tp2").returncode == 0
+    assert _run(out=tmp_path / "b").returncode == 0
+    a, b = read_report(tmp_path / "a"), read_report(tmp_path / "b")
+    assert a["digests"] == b["digests"]
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-5])
+    refused = _run("--weights", str(folder), out=tmp_path / "c")
+    assert refused.returncode == 2 and shard.name in refused.stderr
+
+
+REFUSED = {
+    "tp3": (("--layout", "tp3"), "tp degree: received 3; accepted: 1, 2, 4, 8"),
+    "name": (("--layout", "tp4_cp2"), "received 'tp4_cp2'"),
+    "rows 0": (("--rows", "0"), "0"),
+    "size": (("--size", "huge"), "received 'huge'; accepted: full, small, tiny"),
+    "device": (("--device", "tpu"), "received 'tpu'; accepted: cpu, cuda"),
+    "blocks": (("--blocks", "2"), "received 2; accepted: 1"),
+    "weights": (("--weights", "nowhere"), "received 'nowhere'"),
+    "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
+    "local": (("--local-size", "3"), "local size: received 3"),
+    "timeout": (("--timeout", "0"), "received 0.0"),
+    "backend": (("--backend", "cublas"), "received 'cublas'"),
+    "folder": (("--out", "/nonexistent/x.json"), "/nonexistent/x.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_with_the_values(case, tmp_path):
+    arguments, words = REFUSED[case]
+    done = _run(*arguments, out=tmp_path / "r.json")
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_rows_and_job_exclude_each_other(tmp_path):
+    done = _run("--job", "64x64x5", out=tmp_path / "r.json")
+    assert done.returncode == 2
+
+
+def test_a_bad_job_is_refused(tmp_path):
+    command = [*H3LIB, "run", "--layout", "tp1", "--job", "100x64x5", "--out", str(tmp_path / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "100" in done.stderr
+
+
+@pytest.mark.parametrize("blow", (signal.SIGKILL, signal.SIGSTOP), ids=("dies", "hangs"))
+def test_a_rank_that_dies_or_hangs_ends_the_run(blow, tmp_path):
+    """The run is long (2,000 rows), so the blow falls while ranks work; a stale report is gone."""
+    out = tmp_path / "report.json"
+    out.write_text("an older report")
+    before = set(_rank_processes())
+    command = [*H3LIB, "run", "--layout", "tp2-cp2", "--rows", "2000", "--out", str(out)]
+    timeout = "25" if blow == signal.SIGSTOP else "120"
+    process = subprocess.Popen([*command, "--timeout", timeout], stderr=subprocess.PIPE, text=True)
+    ours = _wait_for(lambda: len(new := set(_rank_processes()) - before) >= 4 and new)
+    # torchrun's own process carries the module's name too; ranks are its children
+    victim = max(ours)
+    time.sleep(4)
+    started = time.monotonic()
+    os.kill(victim, blow)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 3, errors
+    assert time.monotonic() - started < float(timeout) + 10
+    assert "h3lib: " in errors and "Traceback" not in errors.splitlines()[0]
+    assert not out.exists()
+    _wait_for(lambda: not set(_rank_processes()) - before, 10)
+
+
+def test_killing_the_runner_leaves_no_rank(tmp_path):
+    before = set(_rank_processes())
+    command = [*H3LIB, "run", "--layout", "tp2", "--rows", "2000", "--out", str(tmp_path / "r")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _wait_for(lambda: len(set(_rank_processes()) - before) >= 2)
+    process.kill()
+    process.wait()
+    _wait_for(lambda: not set(_rank_processes()) - before, 20)
+
+
+def _torchrun(ranks, *arguments, out):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), "-m", "h3lib.cli", "run", "--rows", "65", "--out", str(out), *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def test_started_under_torchrun(tmp_path):
+    out = tmp_path / "report.json"
+    done = _torchrun(2, "--layout", "tp2", out=out)
+    assert done.returncode == 0, done.stderr
+    assert read_report(out)["equal"]
+
+
+def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path):
+    done = _torchrun(2, "--layout", "tp4", out=tmp_path / "r")
+    assert done.returncode != 0
+    for rank in (0, 1):
+        assert f"h3lib: rank {rank}: number of ranks: received 2; accepted: 4" in done.stderr
+
+
+def test_two_nodes_under_torchrun(tmp_path):
+    """Two agents on one machine, as two nodes: the hierarchy crosses them."""
+    out, port = tmp_path / "report.json", 29000 + os.getpid() % 1000
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+        "--master-addr", "127.0.0.1", "--master-port", str(port),
+    ]  # fmt: skip
+    rest = ["-m", "h3lib.cli", "run", "--layout", "tp4-local2", "--rows", "65", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen([*command, "--node-rank", str(node), *rest], env=environment)
+        for node in (0, 1)
+    ]
+    assert [agent.wait(200) for agent in agents] == [0, 0]
+    report = read_report(out)
+    assert report["equal"] and report["local_size"] == 2 and report["num_ranks"] == 4
+
+
+def test_verify_refuses_an_incomplete_report(tmp_path):
+    out = tmp_path / "report.json"
+    assert _run(out=out).returncode == 0
+    report = json.loads(out.read_text())
+    del report["complete"]
+    (tmp_path / "partial.json").write_text(json.dumps(report))
+    (tmp_path / "cut.json").write_text(out.read_text()[:-200])
+    command = [*H3LIB, "verify", *map(str, (out, tmp_path / "partial.json", tmp_path / "cut.json"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    good, partial, cut = done.stdout.splitlines()
+    assert "complete, equal" in good and "refused" in partial and "refused" in cut
+    with pytest.raises(ReportError):
+        read_report(tmp_path / "partial.json")
+
+
+def test_layouts_lists_what_this_machine_can_run():
+    done = subprocess.run([*H3LIB, "layouts"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    names = {line.split()[0] for line in done.stdout.splitlines()[1:]}
+    assert set(NAMED_LAYOUTS) <= names
+    assert "no: no CUDA device" in done.stdout or "share a GPU" in done.stdout
