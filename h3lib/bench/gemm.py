@@ -1,28 +1,45 @@
-"""Products of one main block at full size beside cuBLAS: `python -m h3lib.bench.gemm --out FILE`.
+"""Products of one main block at full size beside cuBLAS: `python -m h3lib.bench.gemm speed`.
 
 Each case is one product of `model/`: the op as the block calls it, and `torch.matmul` on the same
 operands (dx of several parts: on the parts joined beforehand, the best the library can be given).
-`--tiles` times every entry of every directive table instead, so that the tables can be judged.
+`tiles` times every entry of every directive table, so that the tables can be judged; `bits` runs
+the checks of `gemm_bits` and `gemm_probes`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.measure import Protocol, Row, compare, medians, num_buffer_sets, report
+from h3lib.bench import gemm_bits, gemm_probes
+from h3lib.bench.gemm_bits import Finding
+from h3lib.bench.measure import (
+    Protocol,
+    Row,
+    compare,
+    environment,
+    medians,
+    num_buffer_sets,
+    report,
+)
 from h3lib.contract import RowUnits, model_size
 from h3lib.ops.adaln import timestep_chain_dw
 from h3lib.ops.gemm import linear_dx, linear_forward, row_fold_product, unit_tree_product
 from h3lib.ops.hopper import directives
+from h3lib.ops.hopper.gemm_chain import chain_launch
+from h3lib.ops.hopper.gemm_fold import fold_launch
+from h3lib.ops.hopper.gemm_tree import tree_launch
 
+BITS = {check.__name__: check for check in (*gemm_bits.CHECKS, *gemm_probes.PROBES)}
 NUM_UNITS = 8
 ROWS = (264, 4096, 14910, 37776)
 GRAPH_MAX_ROWS = 264
@@ -121,8 +138,8 @@ def timestep_cases() -> tuple[Case, ...]:
     width = SIZE.adaln_dim
     return (
         forward_case("AdaLN linear forward", E, width),
-        Case("unit_tree_product", "AdaLN linear ds", lambda m: (random(m, width), random(width, E)), ds,
-             torch.matmul),
+        Case("unit_tree_product", "AdaLN linear ds",
+             lambda m: (random(m, width), random(width, E)), ds, torch.matmul),
         Case("timestep_chain_dw", "AdaLN linear dw", lambda m: (random(m, width), random(m, E)),
              lambda dm, s: timestep_chain_dw(dm, s, backend="triton"),
              lambda dm, s: torch.matmul(dm.T.float(), s.float())),
@@ -132,9 +149,11 @@ def timestep_cases() -> tuple[Case, ...]:
 def fp32_cases() -> tuple[Case, ...]:
     """IEEE FP32 products of the embedders and heads; torch.matmul with TF32 off."""
 
+    fp32 = torch.float32
+
     def case(name: str, k: int, n: int) -> Case:
         return Case("linear_forward", name,
-                    lambda t: (random(t, k, dtype=torch.float32), random(n, k, dtype=torch.float32)),
+                    lambda t: (random(t, k, dtype=fp32), random(n, k, dtype=fp32)),
                     lambda x, w: linear_forward(x, w, backend="triton"),
                     lambda x, w: torch.matmul(x, w.T), "torch.matmul FP32")  # fmt: skip
 
@@ -150,7 +169,7 @@ def measure(case: Case, rows: int, protocol: Protocol) -> Row:
 
 
 def measure_all(protocol: Protocol) -> Iterator[Row]:
-    """Every case; small ones eager and under a CUDA graph, since eager launches cost more than they do."""
+    """Every case; small ones under a CUDA graph too: an eager launch costs more than they do."""
     plan = [(case, rows) for rows in ROWS for case in CASES]
     plan += [(case, 2) for case in timestep_cases()] + [(case, 14910) for case in fp32_cases()]
     for case, rows in plan:
@@ -160,35 +179,77 @@ def measure_all(protocol: Protocol) -> Iterator[Row]:
 
 
 def measure_tiles(protocol: Protocol, rows: int = 14910) -> Iterator[dict[str, object]]:
-    """Every entry of every table on one product of its op, interleaved."""
-    cases = {"chain": CASES[0], "unit_tree": CASES[4], "row_fold": CASES[8]}
-    for op, case in cases.items():
-        sets, table = case.sets(rows), directives.tiles(op)
-        names = [tile for tile in table if tile.depth == 64]
+    """Every entry of every table that the shape may run with, interleaved."""
+    units, keys = range(NUM_UNITS), RowUnits(rows)
+    plans = {
+        "chain": (CASES[0], A, lambda out, x, w, tile: chain_launch(out, x, w.T, tile)),
+        "unit_tree": (
+            CASES[4], D,
+            lambda out, x, w, tile: tree_launch(out, [(x, w.T)], units, 0, NUM_UNITS, tile),
+        ),
+        "row_fold": (
+            CASES[8], D,
+            lambda out, dy, x, tile: fold_launch(out, dy, x, keys, units, units, tile),
+        ),
+    }  # fmt: skip
+    for op, (case, columns, prepare) in plans.items():
+        sets, tiles = case.sets(rows), directives.tiles(op)
+        height = A if op == "row_fold" else rows
+        out = torch.empty((1, height, columns), device="cuda", dtype=torch.bfloat16)
+        ready = [[prepare(out, *operands, tile) for operands in sets] for tile in tiles]
+        calls = [lambda i, launches=launches: launches[i].run() for launches in ready]
+        for tile, us in zip(tiles, medians(calls, len(sets), protocol), strict=True):
+            yield {"op": op, "case": case.name, "rows": rows, "tile": asdict(tile), "us": us}
 
-        def run(tile: directives.Tile, i: int, op: str = op, case: Case = case, sets: list = sets):
-            with directives.only(op, tile):
-                return case.ours(*sets[i])
 
-        calls = [lambda i, tile=tile: run(tile, i) for tile in names]
-        for tile, us in zip(names, medians(calls, len(sets), protocol), strict=True):
-            yield {"op": op, "case": case.name, "rows": rows, "tile": vars(tile), "us": us}
+def run_check(name: str) -> list[dict[str, object]]:
+    """Findings (or accuracy rows) of one check, in a process of its own."""
+    torch.manual_seed(0)
+    results = list(BITS[name]())
+    return [asdict(r) | {"passed": r.passed} if isinstance(r, Finding) else r for r in results]
+
+
+def bits_report(commit: str, jobs: int) -> dict[str, object]:
+    """Every check; `jobs` at a time, since most of the time goes into compiling."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        results = dict(zip(BITS, pool.map(run_check, BITS), strict=True))
+    accuracy = results.pop("measure_accuracy")
+    findings = [finding for rows in results.values() for finding in rows]
+    failed = [finding for finding in findings if not finding["passed"]]
+    for name, rows in results.items():
+        print(name, len(rows), "findings", sum(not row["passed"] for row in rows), "failed")
+    for finding in failed[:30]:
+        print(finding)
+    return {
+        "environment": environment() | {"commit": commit},
+        "findings": findings,
+        "accuracy": accuracy,
+        "passed": not failed,
+        "complete": True,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("speed", "tiles", "bits"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit that is measured")
-    parser.add_argument("--tiles", action="store_true", help="time every directive entry instead")
+    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--jobs", type=int, default=1, help="checks of `bits` at a time")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
+    if args.what == "bits":
+        args.out.write_text(json.dumps(bits_report(args.commit, args.jobs), indent=1) + "\n")
+        return
     protocol, rows = Protocol(), []
-    for row in measure_tiles(protocol) if args.tiles else measure_all(protocol):
+    for row in (measure_tiles if args.what == "tiles" else measure_all)(protocol):
         print(row, flush=True)
         rows.append(row)
-        args.out.write_text(json.dumps(report(rows, args.commit, protocol, False), indent=1) + "\n")
-    args.out.write_text(json.dumps(report(rows, args.commit, protocol, True), indent=1) + "\n")
+        content = report(rows, args.commit, protocol, complete=False)
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    content = report(rows, args.commit, protocol, complete=True)
+    args.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,12 +99,14 @@ def environment() -> dict[str, object]:
     }
 
 
-def report(rows: Sequence[Row], commit: str, protocol: Protocol, complete: bool) -> dict[str, object]:
+def report(
+    rows: Sequence[Row | dict], commit: str, protocol: Protocol, complete: bool
+) -> dict[str, object]:
     """The JSON of one benchmark."""
     return {
         "environment": environment() | {"commit": commit},
         "protocol": asdict(protocol),
-        "measurements": [asdict(row) for row in rows],
+        "measurements": [row if isinstance(row, dict) else asdict(row) for row in rows],
         "complete": complete,
     }
 

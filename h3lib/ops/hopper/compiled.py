@@ -42,7 +42,9 @@ class Code:
 
     def count(self, mnemonic: str) -> int:
         """SASS instructions whose name begins with `mnemonic`."""
-        return len(re.findall(rf"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?{mnemonic}\b", self.sass, re.M))
+        return len(
+            re.findall(rf"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?{mnemonic}\b", self.sass, re.M)
+        )
 
     def check(self, tensor_cores: bool) -> None:
         """**Raises:** BackendError for spills, a ptxas warning (serialised wgmma is C7512 or C7510),
@@ -105,10 +107,13 @@ def _read(ptx: str, shared_bytes: int, fp_fusion: bool) -> Code:
         ptx=ptx,
         sass=sass,
         registers=_number(r"Used (\d+) registers", log),
-        spill_bytes=_number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log)
+        + _number(r"(\d+) bytes spill loads", log),
         stack_bytes=_number(r"(\d+) bytes stack frame", log),
         shared_bytes=shared_bytes,
-        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "C75" in line),
+        warnings=tuple(
+            line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
+        ),
     )
 
 

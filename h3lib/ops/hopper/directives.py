@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from h3lib.contract import BackendError
 
 ARCHITECTURE = "sm_90"
+MAX_DEPTH = 64  # of every entry; the units that a lag is judged by are counted in these
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Entry:
     tile: Tile
     min_rows: int = 1
 
-    def serves(self, rows: int, unit_blocks: int, depth_divides: int) -> bool:
-        """`unit_blocks` of the shortest unit, in blocks of 64; `depth_divides` starts of units."""
+    def serves(self, rows: int, unit_blocks: int, unit_start: int) -> bool:
+        """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides the units' starts."""
         tile = self.tile
         enough = not tile.lag or unit_blocks >= tile.stages + tile.lag
-        return rows >= self.min_rows and enough and depth_divides % tile.depth == 0
+        return rows >= self.min_rows and enough and unit_start % tile.depth == 0
 
 
 TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
@@ -63,12 +64,15 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
 }
 
 
-def tile_for(op: str, rows: int, unit_blocks: int, depth_divides: int = 64) -> Tile:
-    """The tile that the op's table gives for this shape."""
+def tile_for(op: str, rows: int, unit_blocks: int, unit_start: int = MAX_DEPTH) -> Tile:
+    """The tile that the op's table gives for this shape.
+
+    **Raises:** BackendError if units start where no block of the table may.
+    """
     for entry in TABLES[op, ARCHITECTURE]:
-        if entry.serves(rows, unit_blocks, depth_divides):
+        if entry.serves(rows, unit_blocks, unit_start):
             return entry.tile
-    raise BackendError(f"{op} with unit starts divisible by", depth_divides, "a multiple of 16")
+    raise BackendError(f"unit starts of {op} are multiples of", unit_start, "a multiple of 16")
 
 
 def tiles(op: str) -> tuple[Tile, ...]:

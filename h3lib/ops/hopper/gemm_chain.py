@@ -17,13 +17,8 @@ from h3lib.contract import OperandError
 from h3lib.ops.backend import check_operands, check_shape
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.directives import tile_for
-from h3lib.ops.hopper.gemm_launch import (
-    check_matrix_dtype,
-    k_last,
-    launch,
-    right_operand,
-)
+from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
+from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_last, prepare, right_operand
 
 FP32_TILE = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 
@@ -44,7 +39,7 @@ def linear_forward_hopper(x: Tensor, w: Tensor, bias: Tensor | None = None) -> T
         check_device(bias=bias)
         if not bias.is_contiguous():
             raise OperandError("stride of bias", bias.stride(), "contiguous")
-    return _product("x", x, "w", w.transpose(0, 1), bias)
+    return _product({"x": x, "w": w.transpose(0, 1)}, bias)
 
 
 @linear_dx.register("triton")
@@ -56,26 +51,43 @@ def linear_dx_hopper(dy: Tensor, w: Tensor) -> Tensor:
     check_operands(dy=dy, w=w)
     check_shape("dy", dy, None, None)
     check_shape("w", w, dy.shape[1], None)
-    return _product("dy", dy, "w", w, None)
+    return _product({"dy": dy, "w": w}, None)
 
 
-def _product(a_name: str, a: Tensor, b_name: str, b: Tensor, bias: Tensor | None) -> Tensor:
+def _product(operands: dict[str, Tensor], bias: Tensor | None) -> Tensor:
     """a @ b + bias in a's dtype; a rank that owns no rows launches nothing."""
-    check_matrix_dtype(**{a_name: a, b_name: b})
-    check_device(**{a_name: a, b_name: b})
+    check_matrix_dtype(**operands)
+    check_device(**operands)
+    a, b = operands.values()
     if a.shape[1] == 0:
         raise OperandError("reduced axis", 0, "at least 1")
     if a.dtype == torch.float32:
         return chain_fp32(a, b, bias=bias)
     out = a.new_empty((1, a.shape[0], b.shape[1]))
     if out.numel():
-        blocks = -(-a.shape[1] // 64)
-        tile = tile_for("chain", a.shape[0], blocks)
-        launch(out, [k_last(a_name, a)], [right_operand(b_name, b)], tile, 1, (blocks, 0, 0, 0), bias=bias)
+        tile = tile_for("chain", a.shape[0], -(-a.shape[1] // MAX_DEPTH))
+        chain_launch(out, a, b, tile, bias, tuple(operands)).run()
     return out[0]
 
 
-def chain_fp32(a: Tensor, b: Tensor, into: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def chain_launch(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    tile: Tile,
+    bias: Tensor | None = None,
+    names: tuple[str, ...] = ("a", "b"),
+) -> Launch:
+    """out `[1, M, N]` = a `[M, K]` @ b `[K, N]` + bias, BF16 operands."""
+    blocks = -(-a.shape[1] // tile.depth)
+    return prepare(
+        out, [k_last(names[0], a)], [right_operand(names[1], b)], tile, 1, (blocks,), bias=bias
+    )
+
+
+def chain_fp32(
+    a: Tensor, b: Tensor, into: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """C = a @ b + bias for FP32 a `[M, K]`, b `[K, N]`; `into` is a chain to go on with, in place.
 
     **Order:** ascending k, one fused multiply-add a step, from +0 or from `into`; then the bias.
@@ -126,8 +138,12 @@ def chain_fp32_kernel(
         acc = tl.load(at, mask=inside, other=0.0)
     for k in range(0, K, BK):
         kk = (k + step).to(tl.int64)
-        left = m64[:, None] + kk[None, :] * a_stride if TA else m64[:, None] * a_stride + kk[None, :]
-        right = kk[:, None] + n64[None, :] * b_stride if TB else kk[:, None] * b_stride + n64[None, :]
+        left = (
+            m64[:, None] + kk[None, :] * a_stride if TA else m64[:, None] * a_stride + kk[None, :]
+        )
+        right = (
+            kk[:, None] + n64[None, :] * b_stride if TB else kk[:, None] * b_stride + n64[None, :]
+        )
         x = tl.load(a + left, mask=(m < M)[:, None] & (kk < K)[None, :], other=0.0)
         y = tl.load(b + right, mask=(kk < K)[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")

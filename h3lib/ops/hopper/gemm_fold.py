@@ -19,9 +19,9 @@ from h3lib.ops.adaln import timestep_chain_dw
 from h3lib.ops.backend import check_operands, check_shape
 from h3lib.ops.gemm import row_fold_product, row_fold_roots
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.directives import tile_for
+from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
 from h3lib.ops.hopper.gemm_chain import chain_fp32
-from h3lib.ops.hopper.gemm_launch import check_matrix_dtype, k_first, launch
+from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_first, prepare
 from h3lib.ops.tree import partial_roots
 
 TIMESTEP_TILE = {"BC": 32, "BE": 256, "num_warps": 4}
@@ -80,11 +80,19 @@ def _subtree(out: Tensor, dy: Tensor, x: Tensor, rows: RowUnits, units: range, r
         out.zero_()
         return
     shortest = min(len(rows.sequence_unit_rows(range(u, u + 1))) for u in root)
-    tile = tile_for("row_fold", dy.shape[0], -(-shortest // 64), rows.contract.key_block)
-    depth, keys = tile.depth, rows.contract.key_block
-    first = rows.num_key_blocks * units.start // NUM_SEQUENCE_UNITS * (keys // depth)
-    plan = (rows.num_key_blocks, keys // depth, first, -(-rows.num_rows // depth))
-    launch(out[None], [k_first("dy", dy)], [k_first("x", x)], tile, len(root), plan, root.start, True)
+    tile = tile_for("row_fold", dy.shape[0], shortest // MAX_DEPTH, rows.contract.key_block)
+    fold_launch(out[None], dy, x, rows, units, root, tile).run()
+
+
+def fold_launch(
+    out: Tensor, dy: Tensor, x: Tensor, rows: RowUnits, units: range, root: range, tile: Tile
+) -> Launch:
+    """out `[1, N, K]` = the subtree `root`; dy and x hold the rows of `units`; BF16 operands."""
+    per_key_block = rows.contract.key_block // tile.depth
+    first = rows.num_key_blocks * units.start // NUM_SEQUENCE_UNITS * per_key_block
+    plan = (rows.num_key_blocks, per_key_block, first, -(-rows.num_rows // tile.depth))
+    a, b = [k_first("dy", dy)], [k_first("x", x)]
+    return prepare(out, a, b, tile, len(root), plan, root.start, fold=True)
 
 
 def _roots_fp32(dy: Tensor, x: Tensor, rows: RowUnits, units: range) -> Tensor:

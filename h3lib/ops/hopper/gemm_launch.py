@@ -9,6 +9,7 @@ A box never leaves its unit: what it asks for outside is filled with zeros by th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,9 @@ class Operand:
 def k_last(name: str, x: Tensor, units: int = 1) -> Operand:
     """x `[rows, K]`, K contiguous, cut into units."""
     width, outer, inner = x.shape[1] // units, *_strides(x)
-    return Operand(name, x, (units, x.shape[0], width), (width if units > 1 else outer, outer, inner), False)
+    return Operand(
+        name, x, (units, x.shape[0], width), (width if units > 1 else outer, outer, inner), False
+    )
 
 
 def k_first(name: str, x: Tensor, units: int = 1) -> Operand:
@@ -79,24 +82,16 @@ def check_matrix_dtype(**operands: Tensor) -> None:
             raise OperandError(f"dtype of {name}", tensor.dtype, accepted)
 
 
-def launch(
-    out: Tensor,
-    a: Sequence[Operand],
-    b: Sequence[Operand],
-    tile: Tile,
-    width: int,
-    plan: tuple[int, int, int, int],
-    first_unit: int = 0,
-    fold: bool = False,
-    bias: Tensor | None = None,
-) -> None:
-    """out `[R, M, N]`: for each root the subtree over `width` units from `first_unit` on.
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the kernel, ready to run or to be compiled: `options` hold its constants."""
 
-    **Order:** chains over the plan's blocks, `width` of them in the unit tree, then the bias.
-    **Rounds:** once, to out's dtype.
-    """
-    kernel, arguments, options, grid = prepare(out, a, b, tile, width, plan, first_unit, fold, bias)
-    kernel[(grid,)](*arguments, **options)
+    arguments: tuple[object, ...]
+    options: dict[str, object]
+    programs: int
+
+    def run(self) -> None:
+        gemm_kernel[(self.programs,)](*self.arguments, **self.options)
 
 
 def prepare(
@@ -105,25 +100,31 @@ def prepare(
     b: Sequence[Operand],
     tile: Tile,
     width: int,
-    plan: tuple[int, int, int, int],
+    plan: Sequence[int],
     first_unit: int = 0,
     fold: bool = False,
     bias: Tensor | None = None,
-) -> tuple[object, list[object], dict[str, object], int]:
-    """(kernel, arguments, options, programs) of `launch`: what is compiled is what is launched."""
+) -> Launch:
+    """out `[R, M, N]`: for each root the subtree over `width` units, from `first_unit` on.
+
+    **Order:** chains over the plan's blocks, `width` of them in the unit tree, then the bias.
+    **Rounds:** once, to out's dtype.
+    """
     roots, rows, columns = out.shape
-    strides = (out.stride(0) if roots > 1 else rows * columns, columns, 1)
+    strides = (out.stride(0) if roots > 1 else columns, columns, 1)
     result = tensor_map("result", out, out.shape, strides, (1, GROUP_ROWS, tile.columns))
     none = [None] * (MAX_PARTS - len(a))
     maps = [x.descriptor(GROUP_ROWS, tile.depth) for x in a] + none
     maps += [x.descriptor(tile.columns, tile.depth) for x in b] + none
-    row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // tile.columns)
-    programs = min(num_multiprocessors(out.device), roots * row_tiles * column_tiles)
+    tiles = (roots, -(-rows // TILE_ROWS), -(-columns // tile.columns))
+    plan = (*plan, *[0] * (4 - len(plan)))
     options = {
         "WIDTH": width, "PARTS": len(a), "BN": tile.columns, "BK": tile.depth,
         "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
         "TA": a[0].k_first, "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None,
         "num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
-    arguments = [*maps, result, bias, roots, row_tiles, column_tiles, first_unit, *plan, rows, columns]
-    return gemm_kernel, arguments, options, programs
+    programs = min(num_multiprocessors(out.device), math.prod(tiles))
+    return Launch(
+        (*maps, result, bias, *tiles, first_unit, *plan, rows, columns), options, programs
+    )

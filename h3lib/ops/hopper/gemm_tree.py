@@ -15,14 +15,15 @@ from h3lib.contract import OperandError, subtree_roots
 from h3lib.ops.backend import check_operands, check_shape
 from h3lib.ops.gemm import unit_tree_product, unit_tree_roots
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.directives import tile_for
+from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
 from h3lib.ops.hopper.gemm_chain import chain_fp32
 from h3lib.ops.hopper.gemm_launch import (
     MAX_PARTS,
     MAX_WIDTH,
+    Launch,
     check_matrix_dtype,
     k_last,
-    launch,
+    prepare,
     right_operand,
 )
 from h3lib.ops.tree import partial_roots
@@ -79,7 +80,9 @@ def _check(parts: Parts, units: range) -> tuple[int, int]:
         raise OperandError("number of parts", len(parts), f"1 to {MAX_PARTS}, for back end triton")
     if not len(units):
         raise OperandError("units here", units, "at least one")
-    named = {f"{name}{i}": t for i, part in enumerate(parts) for name, t in zip("ab", part, strict=True)}
+    named = {
+        f"{name}{i}": t for i, part in enumerate(parts) for name, t in zip("ab", part, strict=True)
+    }
     check_operands(**named)
     check_matrix_dtype(**named)
     check_device(**named)
@@ -89,35 +92,45 @@ def _check(parts: Parts, units: range) -> tuple[int, int]:
         check_shape("b", b, a.shape[1], columns)
         width, rest = divmod(a.shape[1], len(units))
         if rest:
-            raise OperandError("reduced axis", a.shape[1], f"a multiple of the {len(units)} units here")
+            raise OperandError(
+                "reduced axis", a.shape[1], f"a multiple of the {len(units)} units here"
+            )
         if a.dtype == torch.bfloat16 and (width == 0 or width % MMA_K):
-            raise OperandError("width of a unit", width, f"a multiple of {MMA_K}, for back end triton")
+            raise OperandError(
+                "width of a unit", width, f"a multiple of {MMA_K}, for back end triton"
+            )
     return rows, columns
 
 
 def _subtree(out: Tensor, parts: Parts, units: range, root: range) -> None:
     """out `[T, N]` = the subtree `root` of the units here."""
     if len(root) > MAX_WIDTH:
-        raise OperandError("units in one root", len(root), f"at most {MAX_WIDTH}, for back end triton")
+        raise OperandError(
+            "units in one root", len(root), f"at most {MAX_WIDTH}, for back end triton"
+        )
+    blocks = sum(part.shape[1] // len(units) // MAX_DEPTH for part, _ in parts)
+    tile = tile_for("unit_tree", out.shape[0], blocks)
     if out.shape[0] <= SPLIT_MAX_ROWS and len(root) > 1:
         leaves = out.new_empty((len(root), *out.shape), dtype=torch.float32)
-        _launch(leaves, parts, units, root.start, 1)
-        finished = partial_roots(lambda unit: leaves[unit], range(len(root)), len(root))
-        out.copy_(finished[0])
+        tree_launch(leaves, parts, units, root.start, 1, tile).run()
+        out.copy_(partial_roots(lambda unit: leaves[unit], range(len(root)), len(root))[0])
     else:
-        _launch(out[None], parts, units, root.start, len(root))
+        tree_launch(out[None], parts, units, root.start, len(root), tile).run()
 
 
-def _launch(out: Tensor, parts: Parts, units: range, first: int, width: int) -> None:
+def tree_launch(
+    out: Tensor, parts: Parts, units: range, first: int, width: int, tile: Tile
+) -> Launch:
+    """out `[R, T, N]`: R subtrees of `width` units from unit `first` on; BF16 operands."""
     num = len(units)
     a = [k_last(f"a{i}", a, num) for i, (a, _) in enumerate(parts)]
     b = [right_operand(f"b{i}", b, num) for i, (_, b) in enumerate(parts)]
     if len({operand.k_first for operand in b}) > 1:
-        raise OperandError("strides of b", [tuple(b.stride()) for _, b in parts], "the same dim contiguous")
-    blocks = [-(-part.shape[1] // num // 64) for part, _ in parts]
-    tile = tile_for("unit_tree", out.shape[1], sum(blocks))
-    plan = (*blocks, *[0] * (4 - len(blocks)))
-    launch(out, a, b, tile, width, plan, first - units.start)
+        raise OperandError(
+            "strides of b", [tuple(b.stride()) for _, b in parts], "the same dim contiguous"
+        )
+    plan = [-(-part.shape[1] // num // tile.depth) for part, _ in parts]
+    return prepare(out, a, b, tile, width, plan, first - units.start)
 
 
 def _roots_fp32(parts: Parts, units: range, num_units: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""The products' compiled code, read without a GPU: every directive entry, every form of the kernel."""
+
+import pytest
+import torch
+
+from h3lib.contract import BackendError, RowUnits
+from h3lib.ops.hopper import directives, gemm_chain, gemm_fold
+from h3lib.ops.hopper.compiled import compile_offline
+from h3lib.ops.hopper.gemm_chain import FP32_TILE, chain_fp32_kernel, chain_launch
+from h3lib.ops.hopper.gemm_fold import TIMESTEP_TILE, fold_launch, timestep_chain_kernel
+from h3lib.ops.hopper.gemm_kernel import gemm_kernel
+from h3lib.ops.hopper.gemm_tree import tree_launch
+
+EVERY = range(8)
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def chain(tile, transposed=True, bias=None):
+    w = meta(768, 1024).T if transposed else meta(1024, 768)
+    return chain_launch(meta(1, 1000, 768), meta(1000, 1024), w, tile, bias)
+
+
+def tree(tile, width, num_parts, dtype):
+    out = meta(8 // width, 1000, 768, dtype=dtype)
+    b = [meta(768, 4096).T] if num_parts == 1 else [meta(4096, 768) for _ in range(num_parts)]
+    parts = [(meta(1000, 4096), b_i) for b_i in b]
+    return tree_launch(out, parts, EVERY, 0, width, tile)
+
+
+def fold(tile, root=EVERY, dtype=torch.bfloat16):
+    out, rows = meta(1, 768, 512, dtype=dtype), RowUnits(8193)
+    return fold_launch(out, meta(8193, 768), meta(8193, 512), rows, EVERY, root, tile)
+
+
+CHAIN, TREE, FOLD = (directives.tiles(op) for op in ("chain", "unit_tree", "row_fold"))
+LAUNCHES = {
+    **{f"chain {tile}": (chain, tile) for tile in CHAIN},
+    "chain dx": (chain, CHAIN[0], False),
+    "chain with bias": (chain, CHAIN[1], True, meta(768)),
+    **{f"unit tree {tile}": (tree, tile, 8, 1, torch.bfloat16) for tile in TREE},
+    "unit tree of three parts": (tree, TREE[0], 8, 3, torch.bfloat16),
+    **{f"root of {n} units": (tree, TREE[0], n, 2, torch.float32) for n in (1, 2, 4, 8)},
+    **{f"row fold {tile}": (fold, tile) for tile in FOLD},
+    "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_wgmma_and_tma_without_spills(name):
+    make, *arguments = LAUNCHES[name]
+    launch = make(*arguments)
+    code = compile_offline(gemm_kernel, *launch.arguments, **launch.options)
+    code.check(tensor_cores=True)
+    # Every block of 64 steps is four HGMMA and one wait: none was serialised.
+    assert code.count("HGMMA") * 16 == code.count("WARPGROUP.DEPBAR") * launch.options["BK"]
+    assert code.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("ta, tb, into", [(False, True, False), (True, False, True)])
+def test_fp32_chain_is_fused_multiply_adds(ta, tb, into):
+    f = meta(4096, dtype=torch.float32)
+    code = compile_offline(
+        chain_fp32_kernel,
+        f,
+        f,
+        f,
+        f,
+        100,
+        96,
+        64,
+        96,
+        96,
+        TA=ta,
+        TB=tb,
+        INTO=into,
+        BIAS=True,
+        **FP32_TILE,
+    )
+    code.check(tensor_cores=False)
+    assert not code.count("HMMA") and not code.count("HGMMA")
+    assert "fma.rn.f32" in code.ptx and "mma" not in code.ptx
+
+
+def test_timestep_chain_rounds_the_product_first():
+    b, f = meta(4096), meta(4096, dtype=torch.float32)
+    code = compile_offline(
+        timestep_chain_kernel, b, b, f, f, 2, 96, 2688, **TIMESTEP_TILE, enable_fp_fusion=False
+    )
+    code.check(tensor_cores=False)
+    assert "mul.rn.f32" in code.ptx or "mul.f32" in code.ptx
+    assert "fma" not in code.ptx and not code.count("FFMA")
+
+
+def test_spilled_registers_are_noticed():
+    """The check is not blind: with too few registers at entry the code spills, and is refused."""
+    launch = tree(TREE[0], 8, 1, torch.bfloat16)
+    code = compile_offline(gemm_kernel, *launch.arguments, **(launch.options | {"maxnreg": 128}))
+    with pytest.raises(BackendError, match="compiled code"):
+        code.check(tensor_cores=True)
+
+
+def test_directives_lag_only_where_units_are_long_enough():
+    for op in ("chain", "unit_tree", "row_fold"):
+        for blocks in range(12):
+            tile = directives.tile_for(op, 1000, blocks)
+            assert not tile.lag or blocks >= tile.stages + tile.lag
+    for start, depth in ((16, 16), (32, 32), (48, 16), (64, 64), (128, 64)):
+        assert directives.tile_for("row_fold", 1000, 100, start).depth == depth
+    with pytest.raises(BackendError, match="multiple of 16"):
+        directives.tile_for("row_fold", 1000, 100, 24)
+    assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64

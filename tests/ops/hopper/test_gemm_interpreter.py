@@ -1,0 +1,51 @@
+"""The plain Triton kernels under Triton's interpreter, tiny, against the eager ops.
+
+The interpreter is chosen when a kernel is defined, so it runs in a process of its own. It is wrong
+on BF16 products, so operands are FP32 here.
+"""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import torch
+from h3lib.ops.adaln import timestep_chain_dw
+from h3lib.ops.gemm import chain
+from h3lib.ops.hopper.gemm_chain import chain_fp32_kernel
+from h3lib.ops.hopper.gemm_fold import timestep_chain_kernel
+
+torch.manual_seed(0)
+for m, c, e in ((1, 40, 33), (3, 65, 20)):
+    dm, s = torch.randn(m, c), torch.randn(m, e)
+    dw, dbias = torch.full((c, e), 7.0), torch.full((c,), 7.0)
+    grid = (-(-c // 16), -(-e // 32))
+    timestep_chain_kernel[grid](dm, s, dw, dbias, m, c, e, BC=16, BE=32)
+    expected = timestep_chain_dw(dm, s)
+    assert torch.equal(dw, expected[0]) and torch.equal(dbias, expected[1]), (m, c, e)
+
+for m, k, n in ((5, 40, 18), (17, 16, 16)):
+    for ta in (False, True):
+        for tb in (False, True):
+            # Small integers: every order of exact sums gives the same bytes.
+            a, b = torch.randint(-8, 9, (m, k)).float(), torch.randint(-8, 9, (k, n)).float()
+            bias, c = torch.arange(float(n)), torch.full((m, n), 3.0)
+            a_stored, b_stored = a.T.contiguous() if ta else a, b.T.contiguous() if tb else b
+            grid = (-(-m // 16), -(-n // 16))
+            for into in (False, True):
+                expected = chain(a, b) + bias + (c if into else 0)
+                chain_fp32_kernel[grid](
+                    a_stored, b_stored, c, bias, m, n, k, a_stored.stride(0), b_stored.stride(0),
+                    TA=ta, TB=tb, INTO=into, BIAS=True, BM=16, BN=16, BK=16,
+                )
+                assert torch.equal(c, expected), (m, k, n, ta, tb, into)
+print("interpreted")
+"""
+
+
+def test_plain_kernels_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and done.stdout == "interpreted\n", done.stderr[-3000:]
