@@ -28,6 +28,7 @@ test: $(READY)  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 build/reports/%.json: $(SOURCES) | $(READY)
+	@mkdir -p $(@D)
 	$(BIN)/h3lib run --layout $* --size $(SIZE_$(DEVICE)) --rows $(ROWS) --device $(DEVICE) --weights synthetic:0 --out $@
 
 notebooks: $(REPORTS)  ## execute every notebook with papermill into book/runs/

@@ -1,0 +1,224 @@
+"""Execute the notebooks with papermill and put what finished into book/runs/ for the book.
+
+    python -m h3lib.book all
+    python -m h3lib.book run notebooks/05_one_layout.ipynb NAME [-p PARAMETER VALUE]...
+
+papermill's exit status is not enough: it is 0 for a misspelt parameter and for `sys.exit(0)` in a
+cell. So names and types are checked before anything runs, and a run counts only if the exit status
+is 0, the last code cell was executed, no cell failed and the report it is about is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from papermill import inspect_notebook
+
+from h3lib.contract import H3Error
+from h3lib.readme import layout_reports, result_line
+from h3lib.report import read_report
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS, RUNS, WORK = ROOT / "notebooks", ROOT / "book" / "runs", ROOT / "build" / "notebooks"
+NEW_REPORTS, EVIDENCE = ROOT / "build" / "reports", ROOT / "reports"
+ONE_LAYOUT = NOTEBOOKS / "05_one_layout.ipynb"
+SHOWN_LAYOUTS = ("tp4", "tp4-cp2-sp", "tp8-local4")
+CELL_TIMEOUT_S = 900
+
+
+class NotebookError(H3Error, ValueError):
+    """A notebook that may not run with these parameters, or that did not finish."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution: `name` is the file in book/runs/, `title` the heading of its page."""
+
+    notebook: Path
+    name: str
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    title: str | None = None
+
+
+def plan() -> list[Run]:
+    """The runs that make the book: each notebook once, the one about a layout for several."""
+    runs = []
+    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+        if notebook != ONE_LAYOUT:
+            runs.append(Run(notebook, notebook.stem))
+            continue
+        for layout in SHOWN_LAYOUTS:
+            runs.append(
+                Run(
+                    notebook,
+                    f"{notebook.stem}_{layout}",
+                    _of_report(layout),
+                    f"One layout: {layout}",
+                )
+            )
+    return runs
+
+
+def _of_report(layout: str) -> dict[str, object]:
+    """Parameters that load the new report of a layout, if there is one."""
+    path = NEW_REPORTS / f"{layout}.json"
+    if not path.exists():
+        return {"layout": layout}
+    report = read_report(path)
+    same = {key: report[key] for key in ("layout", "size", "rows", "device", "seed")}
+    return {**same, "report": str(path.relative_to(ROOT))}
+
+
+def check_parameters(notebook: Path, parameters: Mapping[str, object]) -> None:
+    """**Raises:** NotebookError for a parameter that is not declared or has another type."""
+    declared = inspect_notebook(notebook)
+    for name, value in parameters.items():
+        if name not in declared:
+            raise NotebookError(f"parameter of {notebook.name}", name, ", ".join(declared))
+        wanted = type(ast.literal_eval(declared[name]["default"]))
+        if type(value) is not wanted:
+            raise NotebookError(
+                f"parameter {name} of {notebook.name}", value, f"a {wanted.__name__}"
+            )
+
+
+def parse_parameters(notebook: Path, texts: Mapping[str, str]) -> dict[str, object]:
+    """Values from a command line, each read as the type of the notebook's default."""
+    declared, values = inspect_notebook(notebook), {}
+    for name, text in texts.items():
+        default = ast.literal_eval(declared[name]["default"]) if name in declared else ""
+        is_number = isinstance(default, int) and re.fullmatch(r"0|-?[1-9]\d*", text)
+        values[name] = int(text) if is_number else text
+    return values
+
+
+def execute(run: Run) -> Path:
+    """Run one notebook; its page in book/runs/. What did not finish stays in build/notebooks/.
+
+    **Raises:** NotebookError for parameters that it lacks and for a run that did not finish.
+    """
+    page, output = RUNS / f"{run.name}.ipynb", WORK / f"{run.name}.ipynb"
+    for folder in (RUNS, WORK):
+        folder.mkdir(parents=True, exist_ok=True)
+    page.unlink(missing_ok=True)
+    output.unlink(missing_ok=True)
+    check_parameters(run.notebook, run.parameters)
+    command = [
+        sys.executable, "-m", "papermill", str(run.notebook), str(output),
+        "--parameters_yaml", json.dumps(dict(run.parameters)), "--cwd", str(NOTEBOOKS),
+        "--no-progress-bar", "--execution-timeout", str(CELL_TIMEOUT_S), "--start-timeout", "120",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NotebookError(
+            f"exit status of {run.name}", done.returncode, f"0\n{_end(done.stderr)}"
+        )
+    book = nbformat.read(output, as_version=4)
+    check_finished(run.name, book)
+    if run.parameters.get("report"):
+        read_report(ROOT / str(run.parameters["report"]))
+    _dress(book, run.title)
+    nbformat.write(book, output)
+    os.replace(output, page)
+    return page
+
+
+def _end(text: str, num_lines: int = 30) -> str:
+    return "\n".join(text.strip().splitlines()[-num_lines:])
+
+
+def check_finished(name: str, book: nbformat.NotebookNode) -> None:
+    """**Raises:** NotebookError unless every cell with code was executed and none failed."""
+    if book.metadata.get("papermill", {}).get("exception"):
+        raise NotebookError(f"run of {name}", "an exception", "no exception")
+    for index, cell in enumerate(book.cells):
+        if cell.cell_type != "code" or not cell.source.strip():
+            continue
+        if cell.execution_count is None:
+            raise NotebookError(f"cell {index} of {name}", "never executed", "every cell executed")
+        if any(output.output_type == "error" for output in cell.outputs):
+            raise NotebookError(f"cell {index} of {name}", "an error", "no error")
+
+
+def _dress(book: nbformat.NotebookNode, title: str | None) -> None:
+    """The page's own title; the cell that papermill injected is folded."""
+    heading = next(cell for cell in book.cells if cell.cell_type == "markdown")
+    if title is not None:
+        heading.source = re.sub(r"\A# .*", f"# {title}", heading.source)
+    for cell in book.cells:
+        tags = cell.metadata.get("tags", [])
+        if "injected-parameters" in tags:
+            cell.metadata["tags"] = [*tags, "hide-input"]
+
+
+def write_tables() -> None:
+    """Tables of the status page from all reports: results, where they ran, seconds a phase."""
+    reports = layout_reports(EVIDENCE) + layout_reports(NEW_REPORTS)
+    tables = {
+        "results": [result_line(report) for report in reports],
+        "environment": list(
+            {tuple(e.items()): e for e in map(_environment_line, reports)}.values()
+        ),
+        "seconds": [_seconds_line(report) for report in reports],
+    }
+    for name, lines in tables.items():
+        with (RUNS / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([list(lines[0]), *(list(line.values()) for line in lines)])
+
+
+def _environment_line(report: dict) -> dict[str, str]:
+    e = report["environment"]
+    commit = "not recorded" if e["git_commit"] is None else e["git_commit"][:10]
+    return {
+        "device": e["device_name"],
+        "driver": e["driver"] or "none",
+        **{key: e[key] or "none" for key in ("python", "torch", "triton", "numpy")},
+        "commit": commit + (" with changes" if e["git_dirty"] else ""),
+        "day": e["date"][:10],
+    }
+
+
+def _seconds_line(report: dict) -> dict[str, str]:
+    line = {key: str(report[key]) for key in ("layout", "device", "size", "rows")}
+    return line | {phase: f"{seconds:.2f}" for phase, seconds in report["timings_s"].items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m h3lib.book", description="Execute notebooks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("all", help="every notebook of the book, and the tables of its status page")
+    one = commands.add_parser("run", help="one notebook")
+    one.add_argument("notebook", type=Path)
+    one.add_argument("name", help="name of the page in book/runs/")
+    one.add_argument("-p", "--parameter", nargs=2, action="append", default=[])
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "run":
+            values = parse_parameters(options.notebook, dict(options.parameter))
+            runs = [Run(options.notebook, options.name, values, options.name)]
+        else:
+            runs = plan()
+        for run in runs:
+            print(execute(run).relative_to(ROOT), flush=True)
+        if options.command == "all":
+            write_tables()
+    except H3Error as error:
+        print(f"h3lib.book: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The results table of the README, written from the report files between two markers.
+
+python -m h3lib.readme           write it
+python -m h3lib.readme --check   exit status 1 if it is not what reports/ says
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from h3lib.contract import ReportError
+from h3lib.layout import Layout
+from h3lib.report import read_report
+
+ROOT = Path(__file__).resolve().parents[1]
+START, END = "<!-- results: python -m h3lib.readme -->", "<!-- /results -->"
+_SIZES = ("tiny", "small", "full")
+
+
+def layout_reports(folder: Path | str) -> list[dict]:
+    """The reports of `h3lib run` in a folder and below, by device, size, rows, ranks and layout.
+
+    Other JSON files (benchmarks) are passed over.
+
+    **Raises:** ReportError for one that is not whole.
+    """
+    paths = sorted(Path(folder).rglob("*.json"))
+    reports = [read_report(path) for path in paths if _is_layout_report(path)]
+    return sorted(
+        reports,
+        key=lambda r: (
+            r["device"], _SIZES.index(r["size"]), r["rows"], r["num_ranks"],
+            -Layout.parse(r["layout"]).tp, r["layout"],
+        ),
+    )  # fmt: skip
+
+
+def _is_layout_report(path: Path) -> bool:
+    try:
+        report = json.loads(path.read_text())
+    except ValueError as error:
+        raise ReportError(f"report {path}", str(error), "a complete JSON report") from error
+    return isinstance(report, dict) and "layout" in report and "tensors" in report
+
+
+def result_line(report: dict) -> dict[str, str]:
+    """What a report says, in one line of text cells."""
+    tensors, control = report["tensors"], report["control"]
+    different = sum(tensor["different"] for tensor in tensors)
+    total = sum(tensor["total"] for tensor in tensors)
+    share = control["different"] / control["total"] if control["total"] else 0
+    seconds = report["timings_s"]
+    return {
+        "layout": report["layout"],
+        "ranks": str(report["num_ranks"]),
+        "device": report["device"],
+        "size": report["size"],
+        "rows": f"{report['rows']:,}",
+        "values equal": f"{sum(not t['different'] for t in tensors)} of {len(tensors)}",
+        "elements compared": f"{total:,}",
+        "different": f"{different:,}",
+        "control differs": f"{share:.0%}" if control["applicable"] else "not applicable",
+        "forward + backward, s": f"{seconds['forward'] + seconds['backward']:.2f}",
+    }
+
+
+def markdown_table(lines: Sequence[dict[str, str]]) -> str:
+    """Lines with one set of keys as a Markdown table."""
+    if not lines:
+        return "No report yet: `make reproduce` writes them to `build/reports/`.\n"
+    rows = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def with_results(readme: str, table: str) -> str:
+    """The README's text with this table between the markers."""
+    before, rest = readme.split(START)
+    return f"{before}{START}\n{table}{END}{rest.split(END)[1]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    path = ROOT / "README.md"
+    old = path.read_text()
+    new = with_results(
+        old, markdown_table([result_line(r) for r in layout_reports(ROOT / "reports")])
+    )
+    if list(arguments) == ["--check"]:
+        if new != old:
+            print("README.md: results differ from reports/; run python -m h3lib.readme")
+        return int(new != old)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

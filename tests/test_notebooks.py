@@ -1,0 +1,180 @@
+"""The notebooks run on tiny values, and the driver lets nothing pass that did not finish."""
+
+import json
+import subprocess
+import sys
+
+import nbformat
+import pytest
+import yaml
+
+from h3lib import book
+from h3lib.book import NOTEBOOKS, NotebookError, Run, execute, parse_parameters
+from h3lib.contract import LayoutError
+from h3lib.notebook import ParameterError, check_parameters
+
+ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """Pages and work in progress of these tests stay out of the book."""
+    monkeypatch.setattr(book, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(book, "WORK", tmp_path / "work")
+    return tmp_path
+
+
+def _pages(folder):
+    return [path.name for path in (folder / "runs").glob("*")]
+
+
+def _notebook(path, *sources):
+    cells = [
+        nbformat.v4.new_markdown_cell("# Title"),
+        nbformat.v4.new_code_cell("rows: int = 1", metadata={"tags": ["parameters"]}),
+        *map(nbformat.v4.new_code_cell, sources),
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_valid_has_no_outputs_and_one_cell_of_parameters(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in code) == 1
+    assert notebook.cells[0].source.startswith("# ")
+    images = [cell for cell in code if "plt.show()" in cell.source]
+    assert all(cell.metadata["mystnb"]["image"]["alt"] for cell in images)
+
+
+def test_the_book_has_a_page_for_every_planned_run():
+    toc = yaml.safe_load((book.ROOT / "book" / "_toc.yml").read_text())
+    files = {chapter["file"] for part in toc["parts"] for chapter in part["chapters"]}
+    pages = {name.removeprefix("runs/") for name in files if name.startswith("runs/")}
+    assert pages == {run.name for run in book.plan()}
+
+
+@pytest.mark.parametrize(
+    "path, parameters",
+    [
+        (ONE, {"rows": 7}),
+        (TREE, {"rows": 7, "seed": 3}),
+        (ROWS, {"rows": 65}),
+        (BLOCK, {"rows": 7}),
+        (LAYOUT, {"layout": "tp2", "rows": 7}),
+    ],
+    ids=lambda value: getattr(value, "stem", None),
+)
+def test_a_notebook_runs_on_tiny_values(path, parameters, folders):
+    page = execute(Run(path, "page", parameters, "My title"))
+    notebook = nbformat.read(page, as_version=4)
+    assert notebook.cells[0].source.startswith("# My title\n")
+    injected = [c for c in notebook.cells if "injected-parameters" in c.metadata.get("tags", [])]
+    assert len(injected) == 1 and "hide-input" in injected[0].metadata["tags"]
+    streams = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert not [out for out in streams if out.get("name") == "stderr"]
+
+
+def test_the_results_page_shows_the_reports_of_a_folder(folders):
+    evidence = folders / "evidence"
+    evidence.mkdir()
+    command = [sys.executable, "-m", "h3lib.cli", "run", "--layout", "cp2", "--rows", "129"]
+    out = str(evidence / "cp2.json")
+    subprocess.run([*command, "--out", out], check=True, capture_output=True)
+    page = execute(Run(RESULTS, "page", {"evidence": str(evidence)}))
+    assert "1 reports, all equal" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "parameters, word",
+    [
+        ({"layuot": "tp4"}, "layuot"),
+        ({"rows": "264"}, "rows"),
+        ({"rows": True}, "rows"),
+        ({"rows": 1.0}, "rows"),
+        ({"layout": 4}, "layout"),
+    ],
+)
+def test_parameters_are_refused_before_anything_runs(parameters, word, folders, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("something ran"))
+    with pytest.raises(NotebookError, match=word):
+        execute(Run(LAYOUT, "page", parameters))
+    assert not _pages(folders)
+
+
+def test_a_command_line_keeps_what_it_was_given():
+    texts = {"layout": "4", "rows": "0123", "seed": "7", "report": "12e4567", "other": "1"}
+    values = parse_parameters(LAYOUT, texts)
+    assert values == {**texts, "seed": 7}, "0123 is no integer: it is refused, not changed"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("rows", 0),
+        ("rows", True),
+        ("rows", 1.0),
+        ("seed", -1),
+        ("layout", "tp3"),
+        ("layout", 4),
+        ("device", "tpu"),
+        ("size", "huge"),
+        ("report", "no/such/report.json"),
+        ("evidence", "no/such/folder"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_the_notebook(name, value):
+    with pytest.raises(
+        (ParameterError, LayoutError), match=name if value != "tp3" else "tp degree"
+    ):
+        check_parameters(**{name: value})
+
+
+def test_a_value_that_cannot_be_stops_the_run(folders):
+    with pytest.raises(NotebookError, match="tp degree"):
+        execute(Run(LAYOUT, "page", {"layout": "tp3"}))
+    assert not _pages(folders)
+
+
+def test_a_misspelt_parameter_stops_a_notebook_that_papermill_runs_by_itself(folders):
+    command = [sys.executable, "-m", "papermill", str(ONE), str(folders / "out.ipynb")]
+    done = subprocess.run(
+        [*command, "-p", "rwos", "7", "--no-progress-bar"], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "ParameterError" in done.stderr and "rwos" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise ValueError('broken')",
+        "import sys; sys.exit(0)",
+        "import sys; sys.exit(3)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
+def test_a_run_that_did_not_finish_leaves_no_page(source, folders):
+    path = _notebook(folders / "broken.ipynb", source, "print('the end')")
+    folders.joinpath("runs").mkdir()
+    folders.joinpath("runs", "page.ipynb").write_text("of an earlier run")
+    with pytest.raises(NotebookError, match="page"):
+        execute(Run(path, "page"))
+    assert not _pages(folders)
+
+
+def test_a_report_cut_short_is_not_shown(folders):
+    report = folders / "report.json"
+    report.write_text(json.dumps({"layout": "tp4-cp2-sp", "equal": True}))
+    with pytest.raises(NotebookError, match="ReportError"):
+        execute(Run(LAYOUT, "page", {"report": str(report)}))
+    assert not _pages(folders)
+
+
+def test_the_command_line_says_why_and_fails(folders, capsys):
+    assert book.main(["run", str(ONE), "page", "-p", "rwos", "7"]) == 1
+    assert "rwos" in capsys.readouterr().err

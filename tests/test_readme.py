@@ -1,0 +1,33 @@
+"""The README's numbers come from report files."""
+
+import json
+
+import pytest
+
+from h3lib import readme
+from h3lib.contract import ReportError
+
+
+def test_the_readme_says_what_the_reports_say():
+    assert readme.main(["--check"]) == 0
+
+
+def test_reports_are_told_from_other_files_and_refused_when_cut_short(tmp_path):
+    assert readme.layout_reports(tmp_path) == []
+    (tmp_path / "bench.json").write_text(json.dumps({"bench": "gemm"}))
+    assert readme.layout_reports(tmp_path) == []
+    (tmp_path / "cut.json").write_text(json.dumps({"layout": "tp2", "tensors": []}))
+    with pytest.raises(ReportError, match="cut.json|report field"):
+        readme.layout_reports(tmp_path)
+    (tmp_path / "cut.json").write_text('{"layout": "tp2"')
+    with pytest.raises(ReportError, match="cut.json"):
+        readme.layout_reports(tmp_path)
+
+
+def test_a_table_is_written_between_the_markers():
+    table = readme.markdown_table([{"a": "1", "b": "2"}])
+    assert table == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    text = f"before\n{readme.START}\nold\n{readme.END}\nafter\n"
+    new = readme.with_results(text, table)
+    assert new == f"before\n{readme.START}\n{table}{readme.END}\nafter\n"
+    assert readme.with_results(new, table) == new
