@@ -49,16 +49,16 @@ class RankRun:
         self.request, self.progress = request, progress
         self.layout, self.contract = request.parsed_layout, PUBLISHED
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.started = time.monotonic()
+        self.started = self.phase_started = time.monotonic()
+        self.phase = "start"
 
     def run(self) -> int:
         """EQUAL or DIFFERENT. **Raises:** an H3Error for everything else."""
-        request = self.request
-        self._phase("start")
+        self.progress(self.phase)
         if world_size() != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
             raise LayoutError("number of ranks", world_size(), accepted)
-        self.world = GlooWorld(mesh_groups(self.layout), request.timeout_s)
+        self.world = GlooWorld(mesh_groups(self.layout), self.request.timeout_s)
         try:
             self._join()
             self._phase("canonical")
@@ -72,14 +72,12 @@ class RankRun:
             control = self._control(canonical)
             return self._report(canonical, differences, control)
         finally:
-            self._remove_scratch()
             self.world.close()
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
         now = time.monotonic()
-        if hasattr(self, "phase"):
-            self.seconds[self.phase] += now - self.phase_started
+        self.seconds[self.phase] += now - self.phase_started
         self.phase, self.phase_started = name, now
         self.progress(name)
 
@@ -127,22 +125,30 @@ class RankRun:
         self._phase(phase)
 
     def _canonical(self) -> CanonicalFile:
-        """Computed by the first rank of each machine, read by all ranks of that machine."""
+        """Computed by the first rank of each machine, read by all ranks of that machine.
+
+        The file is removed as soon as all have it open, so that no end of the run leaves it.
+        """
         first = self.hosts.index(self.hosts[self.world.rank])
         path, failure = None, None
         if self.world.rank == first:
+            path = str(Path(tempfile.mkdtemp(prefix="h3lib-")) / "canonical.safetensors")
             try:
-                self.scratch = tempfile.mkdtemp(prefix="h3lib-")
-                path = str(Path(self.scratch) / "canonical.safetensors")
                 shard = SeqShard.canonical(self.packed.num_rows, self.contract)
                 save_canonical(canonical_tensors(self._block(shard)), path)
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
-        answers = self.world.gather_objects((path, failure))
-        for rank, (_, reason) in enumerate(answers):
-            if reason is not None:
-                raise PeerError(f"canonical block on rank {rank}", reason, "a block that runs")
-        return CanonicalFile(answers[first][0])
+        try:
+            answers = self.world.gather_objects((path, failure))
+            for rank, (_, reason) in enumerate(answers):
+                if reason is not None:
+                    raise PeerError(f"canonical block on rank {rank}", reason, "a block that runs")
+            canonical = CanonicalFile(answers[first][0])
+            self.world.gather_objects(None)
+        finally:
+            if path is not None:
+                shutil.rmtree(Path(path).parent, ignore_errors=True)
+        return canonical
 
     def _control(self, canonical: CanonicalFile) -> dict:
         """The same run with a ring's order on one axis at a time must differ (contract, 7)."""
@@ -230,22 +236,12 @@ class RankRun:
         inputs = block_inputs(
             self.request.model_size, self.source, self.packed, shard, self.request.seed
         )
-        given = (
-            inputs.x,
-            inputs.dout,
-            inputs.temb,
-            inputs.rows.table_rows,
-            inputs.rows.cos,
-            inputs.rows.sin,
-        )
+        rows = inputs.rows
+        given = (inputs.x, inputs.dout, inputs.temb, rows.table_rows, rows.cos, rows.sin)
         return {
             "weights": _digest_of(*(f"{name} {digest(weights[name])}" for name in sorted(weights))),
             "inputs": _digest_of(*map(digest, given)),
         }
-
-    def _remove_scratch(self) -> None:
-        if hasattr(self, "scratch"):
-            shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _digest_of(*parts: str) -> str:
