@@ -86,7 +86,7 @@ def test_the_results_page_shows_the_reports_of_a_folder(folders):
     out = str(evidence / "cp2.json")
     subprocess.run([*command, "--out", out], check=True, capture_output=True)
     page = execute(Run(RESULTS, "page", {"evidence": str(evidence)}))
-    assert "1 reports, all equal" in page.read_text()
+    assert "1 of 1 reports equal" in page.read_text()
 
 
 @pytest.mark.parametrize(
