@@ -59,7 +59,7 @@ def _add_run(commands) -> None:
     )
     parser.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", metavar="S")
     parser.add_argument(
-        "--backend", default="eager", help="eager: the contract's order in plain PyTorch"
+        "--backend", default="eager", help="eager, the contract's order in plain PyTorch; or triton"
     )
     parser.add_argument("--out", required=True, metavar="FILE.json")
     parser.set_defaults(main=_run)

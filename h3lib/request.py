@@ -16,6 +16,7 @@ from h3lib.model.checkpoint import CheckpointWeights
 from h3lib.model.inputs import TIME_EMBEDDER
 from h3lib.model.packing import Job, job_for_rows
 from h3lib.model.weights import SyntheticWeights, WeightSource
+from h3lib.ops.backend import load_backend
 
 DEVICES = ("cpu", "cuda")
 
@@ -48,8 +49,7 @@ class Request:
             raise RequestError("device", self.device, ", ".join(DEVICES))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RequestError("device", "cuda", "cpu: no CUDA device is available here")
-        if self.backend != "eager":
-            raise RequestError("back end", self.backend, "eager")
+        load_backend(self.backend, self.device)
         if not self.timeout_s > 0:
             raise RequestError("timeout in seconds", self.timeout_s, "more than 0")
         folder = Path(self.out).parent

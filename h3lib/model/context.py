@@ -10,7 +10,7 @@ from torch import Tensor
 from h3lib.contract import ModelSize, OperandError
 from h3lib.layout import Region, region_shape, whole
 from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
-from h3lib.ops.backend import Op
+from h3lib.ops.backend import Op, load_backend
 from h3lib.ops.fold import row_unit_roots
 from h3lib.ops.gemm import row_fold_roots, unit_tree_roots
 from h3lib.parallel.collective import Observe
@@ -42,6 +42,7 @@ class BlockContext:
     def __post_init__(self):
         self.dtype = next(iter(self.weights.values())).dtype
         device = next(iter(self.weights.values())).device.type
+        load_backend(self.backend, device)
         self.size.check(self.shard.contract, device)
         for name, (shape, _) in self.shapes.items():
             local = region_shape(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
 
 from h3lib.contract import BackendError, OperandError
+
+
+BACKENDS = {"eager": None, "triton": "h3lib.ops.hopper"}
+"""Each back end and the package whose import registers its kernels."""
 
 
 class Op:
@@ -39,6 +44,24 @@ class Op:
 def op(eager: Callable) -> Op:
     """Make the eager definition callable with `backend=`."""
     return Op(eager)
+
+
+def load_backend(name: str, device: str) -> None:
+    """Register a back end's kernels, if this machine can run them on tensors of `device`.
+
+    **Raises:** BackendError for an unknown name, a device it does not run on, or a Triton or GPU
+    for which its kernels were not tested.
+    """
+    if name not in BACKENDS:
+        raise BackendError("back end", name, ", ".join(BACKENDS))
+    if name == "eager":
+        return
+    if device != "cuda":
+        raise BackendError(f"device of back end {name}", device, "cuda")
+    try:
+        importlib.import_module(BACKENDS[name])
+    except ImportError as error:
+        raise BackendError(f"back end {name}", str(error), "an installed Triton") from error
 
 
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
