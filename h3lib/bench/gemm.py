@@ -182,7 +182,12 @@ def measure_tiles(protocol: Protocol, rows: int = 14910) -> Iterator[dict[str, o
     """Every entry of every table that the shape may run with, interleaved."""
     units, keys = range(NUM_UNITS), RowUnits(rows)
     plans = {
-        "chain": (CASES[0], A, lambda out, x, w, tile: chain_launch(out, x, w.T, tile)),
+        "linear_forward": (
+            CASES[0],
+            A,
+            lambda out, x, w, tile: chain_launch(out, x, w.T, tile),
+        ),
+        "linear_dx": (CASES[2], A, chain_launch),
         "unit_tree": (
             CASES[4], D,
             lambda out, x, w, tile: tree_launch(out, [(x, w.T)], units, 0, NUM_UNITS, tile),

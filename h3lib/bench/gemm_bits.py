@@ -216,10 +216,11 @@ def check_context_parallel() -> Iterator[Finding]:
 def check_directives() -> Iterator[Finding]:
     """Every entry of every table gives the bytes of the first."""
     t = 4225
-    x, w, dy = random(t, D), random(A, D), random(t, A)
+    x, w, v, dy = random(t, D), random(A, D), random(D, A), random(t, A)
     parts, rows = tree_parts(t, 1), RowUnits(t)  # units of 8 blocks: enough for every lag
     runs: dict[str, tuple[tuple[int, int], Callable[[Tensor, directives.Tile], object]]] = {
-        "chain": ((t, A), lambda out, tile: chain_launch(out, x, w.T, tile)),
+        "linear_forward": ((t, A), lambda out, tile: chain_launch(out, x, w.T, tile)),
+        "linear_dx": ((t, A), lambda out, tile: chain_launch(out, x, v, tile)),
         "unit_tree": ((t, D), lambda out, tile: tree_launch(out, parts, EVERY, 0, 8, tile)),
         "row_fold": ((A, D), lambda out, tile: fold_launch(out, dy, x, rows, EVERY, EVERY, tile)),
     }

@@ -115,7 +115,7 @@ def check_tree_order() -> Iterator[Finding]:
 
 
 def check_special_values() -> Iterator[Finding]:
-    """A chain from +0 is never -0; NaN, infinities, subnormals and cancellation as the reference."""
+    """A chain from +0 is never -0; NaN, infinities and subnormals as the reference."""
     t, k, n = 131, 1024, 256
     zeros, w = torch.full((t, k), -0.0, device="cuda", dtype=BF16), random(n, k).abs()
     plus = torch.zeros(t, n, device="cuda", dtype=BF16)
@@ -158,7 +158,7 @@ def _specials(t: int, k: int) -> Tensor:
 
 
 def check_repeats(repeats: int = 200) -> Iterator[Finding]:
-    """One digest: 200 repeats beside another stream, a CUDA graph's replay, a process with a cold cache."""
+    """One digest: beside a busy stream, in a CUDA graph, in a process with a cold cache."""
     runs = _digest_runs()
     busy, load = torch.cuda.Stream(), random(4096, 4096)
     for name, run in runs.items():
@@ -225,8 +225,8 @@ def check_large_offsets() -> Iterator[Finding]:
 def measure_accuracy() -> Iterator[dict[str, object]]:
     """Error against FP64 over the order's bound, beside cuBLAS's on the same operands.
 
-    An FP32 sum of n terms errs by at most n u sum |a b|; a tensor core truncates, so u = 2^-23. n is
-    the additions on the longest path: steps of 16 and the 16 terms inside one, and three tree levels.
+    An FP32 sum of n terms errs by at most n u sum |a b|; a tensor core truncates, so u = 2^-23. n
+    is the additions on the longest path: steps of 16, the 16 terms inside one, three tree levels.
     """
     t, k, n = 1024, 14336, 768
     x, w, dy = random(t, k), random(n, k), random(t, n)

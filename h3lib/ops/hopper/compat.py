@@ -89,6 +89,9 @@ def check_device(**operands: Tensor) -> None:
             continue
         if tensor.device.type != "cuda":
             raise OperandError(f"device of {name}", str(tensor.device), "cuda, for back end triton")
+        if tensor.device.index != (current := torch.cuda.current_device()):
+            accepted = f"cuda:{current}, the current device"
+            raise OperandError(f"device of {name}", str(tensor.device), accepted)
         if (found := _capability(tensor.device.index)) != CAPABILITY:
             accepted = "sm_90 (compute capability 9.0)"
             raise BackendError("compute capability", f"{found[0]}.{found[1]}", accepted)
@@ -115,6 +118,12 @@ def tensor_map(
     for extent in shape:
         if not 0 < extent < TMA_MAX_EXTENT:
             raise OperandError(f"extent of {name}", extent, f"1 to {TMA_MAX_EXTENT - 1}")
-    element = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[base.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    layout = _swizzled(tuple(block), base.dtype)
     return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
+
+
+@functools.cache
+def _swizzled(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Made once a block shape: it costs as much as the rest of a launch."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)

@@ -47,8 +47,8 @@ class Code:
         )
 
     def check(self, tensor_cores: bool) -> None:
-        """**Raises:** BackendError for spills, a ptxas warning (serialised wgmma is C7512 or C7510),
-        a float `red` or `atom`, TF32, or a matrix product without wgmma and TMA."""
+        """**Raises:** BackendError for spills, a ptxas warning (C7510, C7512: serialised wgmma), a
+        float `red` or `atom`, TF32, or a matrix product without wgmma and TMA."""
         found = []
         if self.spill_bytes or self.stack_bytes:
             found.append(f"{self.spill_bytes} bytes spilled, {self.stack_bytes} bytes of stack")

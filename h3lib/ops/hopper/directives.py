@@ -7,8 +7,8 @@ Nothing here is part of the bits: an entry moves where and when an element is ma
 additions make it, and `tests/ops/hopper/test_gemm_gpu.py` holds every entry to the same bytes.
 Nothing is tuned at run time; `h3lib.bench.gemm` gives what each entry costs.
 
-The first entry of a table whose limits the shape meets is taken. A lag needs `stages + lag` blocks a
-unit: with fewer the first warpgroup could lap the second and the barrier's parity would repeat.
+The first entry of a table whose limits the shape meets is taken. A lag needs `stages + lag` blocks
+a unit: with fewer the first warpgroup could lap the second and the barrier's parity would repeat.
 """
 
 from __future__ import annotations
@@ -40,16 +40,23 @@ class Entry:
     min_rows: int = 1
 
     def serves(self, rows: int, unit_blocks: int, unit_start: int) -> bool:
-        """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides the units' starts."""
+        """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides units' starts."""
         tile = self.tile
         enough = not tile.lag or unit_blocks >= tile.stages + tile.lag
         return rows >= self.min_rows and enough and unit_start % tile.depth == 0
 
 
+WIDE = Tile(columns=256, stages=3, group=16)
+
 TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
-    ("chain", "sm_90"): (
-        Entry(Tile(columns=256, stages=3, group=16), min_rows=513),
-        Entry(Tile(stages=6)),
+    # Rows <= 512 are bound by L2: fewer, wider tiles where the weight is stored k last.
+    ("linear_forward", "sm_90"): (
+        Entry(WIDE, min_rows=513),
+        Entry(Tile(columns=256, stages=3, group=4)),
+    ),
+    ("linear_dx", "sm_90"): (
+        Entry(WIDE, min_rows=513),
+        Entry(Tile(stages=4)),
     ),
     ("unit_tree", "sm_90"): (
         Entry(Tile(lag=2)),

@@ -39,7 +39,7 @@ def linear_forward_hopper(x: Tensor, w: Tensor, bias: Tensor | None = None) -> T
         check_device(bias=bias)
         if not bias.is_contiguous():
             raise OperandError("stride of bias", bias.stride(), "contiguous")
-    return _product({"x": x, "w": w.transpose(0, 1)}, bias)
+    return _product("linear_forward", {"x": x, "w": w.transpose(0, 1)}, bias)
 
 
 @linear_dx.register("triton")
@@ -51,10 +51,10 @@ def linear_dx_hopper(dy: Tensor, w: Tensor) -> Tensor:
     check_operands(dy=dy, w=w)
     check_shape("dy", dy, None, None)
     check_shape("w", w, dy.shape[1], None)
-    return _product({"dy": dy, "w": w}, None)
+    return _product("linear_dx", {"dy": dy, "w": w}, None)
 
 
-def _product(operands: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+def _product(op: str, operands: dict[str, Tensor], bias: Tensor | None) -> Tensor:
     """a @ b + bias in a's dtype; a rank that owns no rows launches nothing."""
     check_matrix_dtype(**operands)
     check_device(**operands)
@@ -65,7 +65,7 @@ def _product(operands: dict[str, Tensor], bias: Tensor | None) -> Tensor:
         return chain_fp32(a, b, bias=bias)
     out = a.new_empty((1, a.shape[0], b.shape[1]))
     if out.numel():
-        tile = tile_for("chain", a.shape[0], -(-a.shape[1] // MAX_DEPTH))
+        tile = tile_for(op, a.shape[0], -(-a.shape[1] // MAX_DEPTH))
         chain_launch(out, a, b, tile, bias, tuple(operands)).run()
     return out[0]
 

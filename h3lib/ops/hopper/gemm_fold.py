@@ -90,9 +90,22 @@ def fold_launch(
     """out `[1, N, K]` = the subtree `root`; dy and x hold the rows of `units`; BF16 operands."""
     per_key_block = rows.contract.key_block // tile.depth
     first = rows.num_key_blocks * units.start // NUM_SEQUENCE_UNITS * per_key_block
-    plan = (rows.num_key_blocks, per_key_block, first, -(-rows.num_rows // tile.depth))
+    joined = _joined_units(rows.num_key_blocks, len(root))
+    plan = (rows.num_key_blocks * joined, per_key_block, first, -(-rows.num_rows // tile.depth))
     a, b = [k_first("dy", dy)], [k_first("x", x)]
-    return prepare(out, a, b, tile, len(root), plan, root.start, fold=True)
+    return prepare(out, a, b, tile, len(root) // joined, plan, root.start // joined, fold=True)
+
+
+def _joined_units(num_key_blocks: int, width: int) -> int:
+    """How many neighbouring units can be taken as one without changing a sum: 1, 2, 4 or 8.
+
+    With at most 8/j key blocks, j neighbours aligned to j hold at most one between them, and a node
+    with one existing child is that child. At 264 rows four chains are made in place of eight.
+    """
+    joined = 1
+    while 2 * joined <= width and 2 * joined * num_key_blocks <= NUM_SEQUENCE_UNITS:
+        joined *= 2
+    return joined
 
 
 def _roots_fp32(dy: Tensor, x: Tensor, rows: RowUnits, units: range) -> Tensor:

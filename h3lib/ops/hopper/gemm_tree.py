@@ -1,7 +1,7 @@
 """The unit tree on sm_90: products whose reduced axis is cut into feature units.
 
     roots     FP32, one complete subtree of 1, 2, 4 or 8 units each, for a rank that owns some units
-    product   all units here: the root is rounded in the epilogue, FP32 partials never leave the chip
+    product   all units here: the root is rounded in the epilogue, no FP32 leaves the chip
 
 dx of q, k, v (value, gate) is one chain a unit over block j of each part in turn.
 """

@@ -1,4 +1,4 @@
-"""The products' compiled code, read without a GPU: every directive entry, every form of the kernel."""
+"""The products' compiled code, read without a GPU: every directive entry, every form."""
 
 import pytest
 import torch
@@ -35,11 +35,12 @@ def fold(tile, root=EVERY, dtype=torch.bfloat16):
     return fold_launch(out, meta(8193, 768), meta(8193, 512), rows, EVERY, root, tile)
 
 
-CHAIN, TREE, FOLD = (directives.tiles(op) for op in ("chain", "unit_tree", "row_fold"))
+OPS = ("linear_forward", "linear_dx", "unit_tree", "row_fold")
+FORWARD, DX, TREE, FOLD = (directives.tiles(op) for op in OPS)
 LAUNCHES = {
-    **{f"chain {tile}": (chain, tile) for tile in CHAIN},
-    "chain dx": (chain, CHAIN[0], False),
-    "chain with bias": (chain, CHAIN[1], True, meta(768)),
+    **{f"linear_forward {tile}": (chain, tile) for tile in FORWARD},
+    **{f"linear_dx {tile}": (chain, tile, False) for tile in DX},
+    "linear_forward with bias": (chain, FORWARD[0], True, meta(768)),
     **{f"unit tree {tile}": (tree, tile, 8, 1, torch.bfloat16) for tile in TREE},
     "unit tree of three parts": (tree, TREE[0], 8, 3, torch.bfloat16),
     **{f"root of {n} units": (tree, TREE[0], n, 2, torch.float32) for n in (1, 2, 4, 8)},
@@ -102,8 +103,15 @@ def test_spilled_registers_are_noticed():
         code.check(tensor_cores=True)
 
 
+def test_constants_come_in_the_kernels_order():
+    """A compiled form is launched with positional constants."""
+    launch = chain(FORWARD[0])
+    names = [*launch.options][:-2]
+    assert names == gemm_kernel.arg_names[len(launch.arguments) :]
+
+
 def test_directives_lag_only_where_units_are_long_enough():
-    for op in ("chain", "unit_tree", "row_fold"):
+    for op in OPS:
         for blocks in range(12):
             tile = directives.tile_for(op, 1000, blocks)
             assert not tile.lag or blocks >= tile.stages + tile.lag

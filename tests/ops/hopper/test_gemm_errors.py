@@ -17,47 +17,101 @@ def meta(*shape, dtype=BF16):
 
 
 CALLS = {
-    "dtype FP64": (lambda: gemm.linear_forward(
-        meta(4, 64, dtype=torch.float64), meta(64, 64, dtype=torch.float64), backend="triton"),
-        "dtype of x: received torch.float64"),
-    "dtype FP16": (lambda: gemm.linear_forward(
-        meta(4, 64, dtype=torch.float16), meta(64, 64, dtype=torch.float16), backend="triton"),
-        "dtype of x: received torch.float16"),
-    "mixed dtypes": (lambda: gemm.linear_forward(
-        meta(4, 64), meta(64, 64, dtype=torch.float32), backend="triton"), "dtype of w"),
-    "device": (lambda: gemm.linear_forward(torch.ones(4, 64, dtype=BF16), torch.ones(8, 64, dtype=BF16),
-        backend="triton"), "device of x: received 'cpu'; accepted: cuda"),
+    "dtype FP64": (
+        lambda: gemm.linear_forward(
+            meta(4, 64, dtype=torch.float64), meta(64, 64, dtype=torch.float64), backend="triton"
+        ),
+        "dtype of x: received torch.float64",
+    ),
+    "dtype FP16": (
+        lambda: gemm.linear_forward(
+            meta(4, 64, dtype=torch.float16), meta(64, 64, dtype=torch.float16), backend="triton"
+        ),
+        "dtype of x: received torch.float16",
+    ),
+    "mixed dtypes": (
+        lambda: gemm.linear_forward(
+            meta(4, 64), meta(64, 64, dtype=torch.float32), backend="triton"
+        ),
+        "dtype of w",
+    ),
+    "device": (
+        lambda: gemm.linear_forward(
+            torch.ones(4, 64, dtype=BF16), torch.ones(8, 64, dtype=BF16), backend="triton"
+        ),
+        "device of x: received 'cpu'; accepted: cuda",
+    ),
     "shape": (lambda: gemm.linear_dx(meta(4, 64), meta(32, 64), backend="triton"), "shape of w"),
-    "stride": (lambda: gemm.linear_forward(meta(4, 128)[:, ::2], meta(64, 64), backend="triton"),
-        "stride of the last dim of x: received 2"),
-    "alignment": (lambda: gemm.linear_forward(meta(4, 60), meta(64, 60), backend="triton"),
-        "stride of x in bytes: received 120"),
-    "odd columns": (lambda: gemm.linear_forward(meta(4, 64), meta(63, 64), backend="triton"),
-        "stride of result in bytes: received 126"),
-    "no reduced axis": (lambda: gemm.linear_forward(meta(4, 0), meta(8, 0), backend="triton"),
-        "reduced axis: received 0"),
-    "bias dtype": (lambda: gemm.linear_forward(
-        meta(4, 64), meta(64, 64), meta(64, dtype=torch.float64), backend="triton"), "dtype of bias"),
-    "unit width": (lambda: gemm.unit_tree_product(
-        [(meta(4, 64), meta(64, 64))], 8, BF16, backend="triton"), "width of a unit: received 8"),
-    "units": (lambda: gemm.unit_tree_roots(
-        [(meta(4, 100), meta(100, 64))], range(8), 8, backend="triton"), "reduced axis: received 100"),
-    "four parts": (lambda: gemm.unit_tree_product(
-        [(meta(4, 128), meta(128, 64))] * 4, 8, BF16, backend="triton"), "number of parts: received 4"),
-    "sixteen units": (lambda: gemm.unit_tree_product(
-        [(meta(4, 256), meta(256, 64))], 16, BF16, backend="triton"), "units in one root: received 16"),
-    "product dtype": (lambda: gemm.unit_tree_product(
-        [(meta(4, 128), meta(128, 64))], 8, torch.float16, backend="triton"), "dtype of the product"),
-    "parts stored unlike": (lambda: gemm.unit_tree_product(
-        [(meta(400, 128), meta(128, 64)), (meta(400, 128), meta(64, 128).T)], 8, BF16, backend="triton"),
-        "strides of b"),
-    "fold rows": (lambda: gemm.row_fold_product(meta(60, 64), meta(64, 64), ROWS, BF16, backend="triton"),
-        "shape of dy"),
-    "no timestep": (lambda: timestep_chain_dw(meta(0, 64), meta(0, 64), backend="triton"),
-        "number of timesteps: received 0"),
-    "timestep strides": (lambda: timestep_chain_dw(meta(2, 64)[:, ::2], meta(2, 64), backend="triton"),
-        "strides of dm"),
-}  # fmt: skip
+    "stride": (
+        lambda: gemm.linear_forward(meta(4, 128)[:, ::2], meta(64, 64), backend="triton"),
+        "stride of the last dim of x: received 2",
+    ),
+    "alignment": (
+        lambda: gemm.linear_forward(meta(4, 60), meta(64, 60), backend="triton"),
+        "stride of x in bytes: received 120",
+    ),
+    "odd columns": (
+        lambda: gemm.linear_forward(meta(4, 64), meta(63, 64), backend="triton"),
+        "stride of result in bytes: received 126",
+    ),
+    "no reduced axis": (
+        lambda: gemm.linear_forward(meta(4, 0), meta(8, 0), backend="triton"),
+        "reduced axis: received 0",
+    ),
+    "bias dtype": (
+        lambda: gemm.linear_forward(
+            meta(4, 64), meta(64, 64), meta(64, dtype=torch.float64), backend="triton"
+        ),
+        "dtype of bias",
+    ),
+    "unit width": (
+        lambda: gemm.unit_tree_product([(meta(4, 64), meta(64, 64))], 8, BF16, backend="triton"),
+        "width of a unit: received 8",
+    ),
+    "units": (
+        lambda: gemm.unit_tree_roots(
+            [(meta(4, 100), meta(100, 64))], range(8), 8, backend="triton"
+        ),
+        "reduced axis: received 100",
+    ),
+    "four parts": (
+        lambda: gemm.unit_tree_product(
+            [(meta(4, 128), meta(128, 64))] * 4, 8, BF16, backend="triton"
+        ),
+        "number of parts: received 4",
+    ),
+    "sixteen units": (
+        lambda: gemm.unit_tree_product([(meta(4, 256), meta(256, 64))], 16, BF16, backend="triton"),
+        "units in one root: received 16",
+    ),
+    "product dtype": (
+        lambda: gemm.unit_tree_product(
+            [(meta(4, 128), meta(128, 64))], 8, torch.float16, backend="triton"
+        ),
+        "dtype of the product",
+    ),
+    "parts stored unlike": (
+        lambda: gemm.unit_tree_product(
+            [(meta(400, 128), meta(128, 64)), (meta(400, 128), meta(64, 128).T)],
+            8,
+            BF16,
+            backend="triton",
+        ),
+        "strides of b",
+    ),
+    "fold rows": (
+        lambda: gemm.row_fold_product(meta(60, 64), meta(64, 64), ROWS, BF16, backend="triton"),
+        "shape of dy",
+    ),
+    "no timestep": (
+        lambda: timestep_chain_dw(meta(0, 64), meta(0, 64), backend="triton"),
+        "number of timesteps: received 0",
+    ),
+    "timestep strides": (
+        lambda: timestep_chain_dw(meta(2, 64)[:, ::2], meta(2, 64), backend="triton"),
+        "strides of dm",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -100,11 +154,22 @@ def test_untested_triton_is_refused():
 @pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0)])
 def test_another_architecture_is_refused(monkeypatch, found):
     monkeypatch.setattr(compat, "_capability", lambda index: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     class OnGpu:
         device = torch.device("cuda", 0)
 
     with pytest.raises(BackendError, match=f"received '{found[0]}.{found[1]}'; accepted: sm_90"):
+        compat.check_device(x=OnGpu())
+
+
+def test_another_than_the_current_device_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+    with pytest.raises(OperandError, match="received 'cuda:0'; accepted: cuda:1, the current"):
         compat.check_device(x=OnGpu())
 
 

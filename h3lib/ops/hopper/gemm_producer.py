@@ -1,0 +1,125 @@
+"""The producer of a product on sm_90: which blocks a tile needs, and their way into shared memory.
+
+    tile     one of [roots, row tiles, column tiles], taken by stride: program p makes p, p + P, ...
+    unit     one slice of the reduced axis, a run of blocks of BK steps
+    ring     STAGES blocks of both operands, handed over by two barriers each: full and empty
+
+One warp asks the TMA for blocks in exactly the order in which the consumers take them. A box that
+leaves its unit is filled with zeros there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from h3lib.ops.hopper.compat import gl, gluon, mbarrier, tma
+
+
+class Form(NamedTuple):
+    """What is fixed when the kernel is compiled; TA, TB: the operand's reduced axis comes first."""
+
+    WIDTH: int
+    BN: int
+    BK: int
+    STAGES: int
+    LAG: int
+    TA: bool
+    TB: bool
+    FOLD: bool
+    L: object  # layout of an accumulator
+
+
+class Ring(NamedTuple):
+    """Blocks on their way from producer to consumers, and the barriers that hand them over."""
+
+    a: object  # slot 2 i + w holds block i of the rows of warpgroup w
+    b: object
+    full: object
+    empty: object
+    lag: object
+
+
+@gluon.jit
+def tile_place(t, grid, GROUP: gl.constexpr):
+    """(root, row tile, column tile) of tile t: GROUP row tiles share a column tile in L2.
+
+    Row tiles turn by one with every column, so that a thin last one is shared by all programs: 132
+    is a multiple of 3, and without the turn a third of them would have nothing else at 264 rows.
+    """
+    root = t // (grid[1] * grid[2])
+    t = t - root * grid[1] * grid[2]
+    first = t // (GROUP * grid[2]) * GROUP
+    size = gl.minimum(grid[1] - first, GROUP)
+    t = t - first * grid[2]
+    column = t // size
+    return root, first + (t + column) % size, column
+
+
+@gluon.jit
+def unit_blocks(unit, plan, FOLD: gl.constexpr):
+    """(first block, number of blocks) of a unit.
+
+    Feature unit: plan holds the blocks of each part. Sequence unit: plan = (key blocks, blocks a
+    key block, first block here, all blocks); an empty one is a block of zeros past the last row.
+    """
+    if FOLD:
+        first = gl.minimum(unit * plan[0] // 8 * plan[1], plan[3])
+        stop = gl.minimum((unit + 1) * plan[0] // 8 * plan[1], plan[3])
+        empty = (stop == first).to(gl.int32)
+        return first + empty * (plan[3] - first) - plan[2], stop - first + empty
+    else:
+        return 0, plan[0] + plan[1] + plan[2]
+
+
+@gluon.jit
+def advance(slot, phase, STAGES: gl.constexpr):
+    wrapped = (slot + 1 == STAGES).to(gl.int32)
+    return (slot + 1) * (1 - wrapped), phase ^ wrapped
+
+
+@gluon.jit
+def _load(a, b, ring, slot, phase, unit, row, column, k, both, S: gl.constexpr):
+    """One block of both operands. The lower 64 rows are not asked for where there are none: a box
+    wholly outside is slow (65 us against 50 us at 264 rows, H200, 2026-11)."""
+    bar = ring.full.index(slot)
+    mbarrier.wait(ring.empty.index(slot), phase)
+    mbarrier.expect(bar, (128 + S.BN) * S.BK * 2, pred=both)
+    mbarrier.expect(bar, (64 + S.BN) * S.BK * 2, pred=both == 0)
+    upper = ring.a.index(slot * 2)
+    lower = ring.a.index(slot * 2 + 1)
+    if S.TA:
+        tma.async_copy_global_to_shared(a, [unit, k, row], bar, upper)
+        tma.async_copy_global_to_shared(a, [unit, k, row + 64], bar, lower, pred=both)
+    else:
+        tma.async_copy_global_to_shared(a, [unit, row, k], bar, upper)
+        tma.async_copy_global_to_shared(a, [unit, row + 64, k], bar, lower, pred=both)
+    if S.TB:
+        tma.async_copy_global_to_shared(b, [unit, k, column], bar, ring.b.index(slot))
+    else:
+        tma.async_copy_global_to_shared(b, [unit, column, k], bar, ring.b.index(slot))
+
+
+@gluon.jit
+def producer(a, b, ring, grid, plan, num_rows, PARTS: gl.constexpr, GROUP: gl.constexpr,
+              S: gl.constexpr):  # fmt: skip
+    """Every block of every tile of this program, in the order in which the consumers take them."""
+    slot = 0
+    phase = 1
+    for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        root, row, column = tile_place(t, grid, GROUP)
+        row = row * 128
+        column = column * S.BN
+        both = row + 64 < num_rows
+        for u in range(S.WIDTH):
+            unit = grid[3] + root * S.WIDTH + u
+            if S.FOLD:
+                first, count = unit_blocks(unit, plan, True)
+                for i in range(first, first + count):
+                    _load(a[0], b[0], ring, slot, phase, 0, row, column, i * S.BK, both, S)
+                    slot, phase = advance(slot, phase, S.STAGES)
+            else:
+                for part in gl.static_range(PARTS):
+                    for i in range(plan[part]):
+                        k = i * S.BK
+                        _load(a[part], b[part], ring, slot, phase, unit, row, column, k, both, S)
+                        slot, phase = advance(slot, phase, S.STAGES)
