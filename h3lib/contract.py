@@ -135,7 +135,7 @@ class RowUnits:
     contract: Contract = PUBLISHED
 
     def __post_init__(self):
-        if not isinstance(self.num_rows, int) or self.num_rows < 1:
+        if not isinstance(self.num_rows, int) or self.num_rows is True or self.num_rows < 1:
             raise RowsError("number of active rows", self.num_rows, "at least 1")
 
     @property

@@ -22,7 +22,7 @@ from h3lib.contract import (
 TP_DEGREES = (1, 2, 4, 8)
 CP_DEGREES = tuple(range(1, NUM_SEQUENCE_UNITS + 1))
 
-_N = r"(0|[1-9]\d*)"
+_N = r"(0|[1-9][0-9]{0,3})"
 _NAME = re.compile(rf"(?:tp{_N}(?:-cp{_N})?|cp{_N})(-sp)?(?:-local{_N})?")
 
 Ranges = tuple[range, ...]
@@ -50,6 +50,8 @@ class Layout:
     local_size: int | None = None
 
     def __post_init__(self):
+        if not all(type(degree) is int for degree in (self.tp, self.cp, self.local_size or 1)):
+            raise LayoutError("degrees", (self.tp, self.cp, self.local_size), "integers")
         if self.tp not in TP_DEGREES:
             raise LayoutError("tp degree", self.tp, ", ".join(map(str, TP_DEGREES)))
         if self.cp not in CP_DEGREES:

@@ -92,6 +92,7 @@ class RankRun:
         self.environment = environment(request.device, machine_names(self.hosts)[rank])
         same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
         fingerprint = {key: self.environment[key] for key in same}
+        fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
         require_same(self.world, {"contract": self.contract.id, **asked, **fingerprint})
         self.packed = pack(request.parsed_job).to(self.device)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.contract import NUM_MODALITIES
-from h3lib.ops.backend import accumulator, check_operands, check_shape, op
+from h3lib.contract import NUM_MODALITIES, OperandError
+from h3lib.ops.backend import accumulator, check_operands, check_shape, check_shapes, op
 from h3lib.ops.swiglu import silu, silu_derivative
 
 
@@ -25,13 +25,21 @@ def table_rows(timestep_indices: Tensor, token_tags: Tensor) -> Tensor:
 @op
 def adaln_input_forward(temb: Tensor, dtype: torch.dtype) -> Tensor:
     """s = bf16(SiLU(temb)): SiLU in FP32 on the FP32 embedding `[M, E]`, then one rounding."""
+    _check_embedding(temb)
     return silu(temb).to(dtype)
 
 
 @op
 def adaln_input_backward(ds: Tensor, temb: Tensor) -> Tensor:
     """dtemb = ds SiLU'(temb), FP32 `[M, E]`, not rounded."""
+    _check_embedding(temb)
+    check_shapes(temb=temb, ds=ds)
     return ds.to(temb.dtype) * silu_derivative(temb)
+
+
+def _check_embedding(temb: Tensor) -> None:
+    if temb.dtype not in (torch.float32, torch.float64):
+        raise OperandError("dtype of temb", temb.dtype, "torch.float32, torch.float64")
 
 
 @op
@@ -41,6 +49,7 @@ def modulate_forward(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     **Rounds:** 1 + scale, the product, the sum.
     """
     check_operands(h=h, shift=shift, scale=scale)
+    check_shapes(h=h, shift=shift, scale=scale)
     return h * (1 + scale) + shift
 
 
@@ -51,6 +60,7 @@ def modulate_backward(da: Tensor, h: Tensor, scale: Tensor) -> tuple[Tensor, Ten
     All `[T, D]`; terms `[T, 2, D]` FP32, not rounded.
     """
     check_operands(da=da, h=h, scale=scale)
+    check_shapes(da=da, h=h, scale=scale)
     daf = da.to(accumulator(da))
     return da * (1 + scale), torch.stack((daf, daf * h.to(daf.dtype)), dim=1)
 
@@ -59,6 +69,7 @@ def modulate_backward(da: Tensor, h: Tensor, scale: Tensor) -> tuple[Tensor, Ten
 def gated_residual_forward(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     """x' = bf16(x + bf16(gate y)); all `[T, D]`, the gate gathered by row, used as it is."""
     check_operands(x=x, gate=gate, y=y)
+    check_shapes(x=x, gate=gate, y=y)
     return x + gate * y
 
 
@@ -69,6 +80,7 @@ def gated_residual_backward(dx: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor
     dx is the complete gradient of the sum, `[T, D]`; terms `[T, D]` FP32, not rounded.
     """
     check_operands(dx=dx, gate=gate, y=y)
+    check_shapes(dx=dx, gate=gate, y=y)
     accumulate = accumulator(dx)
     return gate * dx, dx.to(accumulate) * y.to(accumulate)
 

@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from h3lib.contract import Contract
-from h3lib.ops.backend import accumulator, check_operands, check_shape, op
+from h3lib.contract import Contract, OperandError
+from h3lib.ops.backend import accumulator, check_operands, check_shape, check_shapes, op
 from h3lib.ops.gemm import chain
 from h3lib.ops.tree import in_row_tree
 
@@ -47,8 +47,19 @@ def _score_scale(head_dim: int, dtype: torch.dtype) -> float:
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_operands(q=q, k=k, v=v)
+    check_shape("q", q, None, None, None)
     check_shape("k", k, None, *q.shape[1:])
     check_shape("v", v, *k.shape)
+
+
+def _check_queries(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> None:
+    """What goes with a query row: dout like q; lse, delta `[T, N]` in the accumulator's dtype."""
+    check_operands(q=q, dout=dout)
+    check_shapes(q=q, dout=dout)
+    for name, tensor in {"lse": lse, "delta": delta}.items():
+        check_shape(name, tensor, *q.shape[:2])
+        if tensor.dtype != accumulator(q):
+            raise OperandError(f"dtype of {name}", tensor.dtype, accumulator(q))
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -89,6 +100,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tu
 def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
     """delta = tree over H of dO O on the rounded output, `[T, N]` FP32."""
     check_operands(dout=dout, out=out)
+    check_shapes(dout=dout, out=out)
     dtype = accumulator(out)
     return in_row_tree(dout.to(dtype) * out.to(dtype))[..., 0]
 
@@ -108,6 +120,7 @@ def attention_dq(
     **Order:** one chain over all keys, ascending. **Rounds:** dS for the product; dq once.
     """
     _check(q, k, v)
+    _check_queries(q, dout, lse, delta)
     q_h, k_h, v_h, do_h = map(_heads_first, (q, k, v, dout))
     lse_h, delta_h = _heads_first(lse), _heads_first(delta)
     dq = torch.zeros(q_h.shape, dtype=lse.dtype, device=q.device)
@@ -132,8 +145,8 @@ def attention_dkv(
     **Order:** one chain over all queries, ascending. **Rounds:** p and dS for the products; dk and
     dv once.
     """
-    _check(k, q, dout)
-    check_shape("v", v, *k.shape)
+    _check(q, k, v)
+    _check_queries(q, dout, lse, delta)
     q_h, k_h, v_h, do_h = map(_heads_first, (q, k, v, dout))
     lse_h, delta_h = _heads_first(lse), _heads_first(delta)
     dk = torch.zeros(k_h.shape, dtype=lse.dtype, device=k.device)

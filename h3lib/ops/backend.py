@@ -10,7 +10,6 @@ import torch
 
 from h3lib.contract import BackendError, OperandError
 
-
 BACKENDS = {"eager": None, "triton": "h3lib.ops.hopper"}
 """Each back end and the package whose import registers its kernels."""
 
@@ -94,3 +93,10 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
     if not fits:
         accepted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
         raise OperandError(f"shape of {name}", tuple(tensor.shape), accepted)
+
+
+def check_shapes(**operands: torch.Tensor) -> None:
+    """**Raises:** OperandError unless all have the shape of the first."""
+    first = next(iter(operands.values()))
+    for name, tensor in operands.items():
+        check_shape(name, tensor, *first.shape)

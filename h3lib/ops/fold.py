@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.contract import NUM_ROW_UNITS, RowUnits
+from h3lib.contract import NUM_ROW_UNITS, OperandError, RowUnits
 from h3lib.ops.backend import check_shape, op
 from h3lib.ops.tree import partial_roots
 
@@ -64,5 +64,12 @@ def row_unit_roots(
     units. **Rounds:** nothing.
     """
     check_shape("terms", terms, len(rows.row_unit_rows(units)), *terms.shape[1:])
+    if terms.dtype not in (torch.float32, torch.float64):
+        raise OperandError("dtype of terms", terms.dtype, "torch.float32, torch.float64")
+    if groups is not None:
+        check_shape("groups", groups, len(terms))
+        if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+            outside = groups[(groups < 0) | (groups >= num_groups)][0].item()
+            raise OperandError("group of a row", outside, f"0 to {num_groups - 1}")
     folded = fold_row_units(fold_row_blocks(terms, rows, groups, num_groups), rows, units)
     return partial_roots(lambda unit: folded[unit - units.start], units, NUM_ROW_UNITS)

@@ -4,7 +4,9 @@
     unit tree   one chain for each feature unit of the reduced axis, added by `ops/tree.py`
     row fold    dw[n, k] = the tree over sequence units of chains over their rows of dy[t,n] x[t,k]
 
-BF16 operands have exact products in FP32. FP32 operands: the product is rounded, then added.
+BF16 operands have exact products in FP32 (short of FP32's own overflow and underflow, where it
+matters whether the CPU fuses: peers must agree on its capability). FP32 operands: the product is
+rounded, then added.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def linear_forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     **Order:** chain over K, then the bias. **Rounds:** once, to x's dtype.
     """
     check_operands(x=x, w=w)
+    check_shape("x", x, None, None)
     check_shape("w", w, None, x.shape[-1])
+    if bias is not None:
+        check_shape("bias", bias, len(w))
     y = chain(x, w.transpose(0, 1))
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -81,6 +86,8 @@ def unit_tree_roots(parts: list[tuple[Tensor, Tensor]], units: range, num_units:
     **Order:** leaf j = one chain over block j of the first part, then of the next; leaves in the
     unit tree. **Rounds:** nothing.
     """
+    if not parts or not units:
+        raise OperandError("parts and units", (len(parts), units), "at least one of each")
     check_operands(
         **{
             f"{name}{i}": t
@@ -89,6 +96,7 @@ def unit_tree_roots(parts: list[tuple[Tensor, Tensor]], units: range, num_units:
         }
     )
     for a, b in parts:
+        check_shape("a", a, len(parts[0][0]), None)
         check_shape("b", b, a.shape[-1], None)
         if a.shape[-1] % len(units):
             raise OperandError(
@@ -129,7 +137,9 @@ def row_fold_roots(dy: Tensor, x: Tensor, rows: RowUnits, units: range) -> Tenso
 
 
 @op
-def unit_tree_product(parts: list[tuple[Tensor, Tensor]], num_units: int, dtype: torch.dtype) -> Tensor:
+def unit_tree_product(
+    parts: list[tuple[Tensor, Tensor]], num_units: int, dtype: torch.dtype
+) -> Tensor:
     """sum_parts a @ b, all feature units here: parts as in `unit_tree_roots`, result `[T, N]`.
 
     **Order:** as `unit_tree_roots`. **Rounds:** once, to `dtype`, after the root. A kernel can

@@ -10,14 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.contract import ROW_UNITS_PER_SEQUENCE_UNIT, RowUnits
+from h3lib.contract import ROW_UNITS_PER_SEQUENCE_UNIT, OperandError, RowUnits
 from h3lib.ops.backend import accumulator, check_operands, check_shape, op
 from h3lib.ops.fold import fold_row_units
 from h3lib.ops.tree import in_row_tree, partial_roots
 
 
 def _mean(x: Tensor) -> Tensor:
-    return in_row_tree(x) / x.shape[-1]
+    """tree(x) / n by an IEEE division: by a number, CUDA multiplies with the reciprocal."""
+    return in_row_tree(x) / x.new_full((1,), x.shape[-1])
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """IEEE square root, from FP64: on CPU the library's FP32 one is not (0.6 % of values)."""
+    return torch.sqrt(x.double()).to(x.dtype)
 
 
 @op
@@ -31,7 +37,7 @@ def rms_norm_forward(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     check_operands(x=x, w=w)
     check_shape("w", w, x.shape[-1])
     xf = x.to(accumulator(x))
-    r = 1 / torch.sqrt(_mean(xf * xf) + eps)
+    r = 1 / _square_root(_mean(xf * xf) + eps)
     return (xf * r * w.to(xf.dtype)).to(x.dtype), r
 
 
@@ -44,6 +50,9 @@ def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tens
     **Order:** in-row tree. **Rounds:** dx once; the terms not.
     """
     check_operands(dy=dy, x=x, w=w)
+    check_shape("w", w, x.shape[-1])
+    check_shape("dy", dy, *x.shape)
+    check_shape("r", r, *x.shape[:-1], 1)
     xhat = x.to(r.dtype) * r
     dyf = dy.to(r.dtype)
     g = dyf * w.to(r.dtype)
@@ -63,7 +72,10 @@ def head_norm_dw_leaves(
     of a row unit ascending; the eight row units of a sequence unit in a tree. The caller adds
     feature units, then sequence units, each in the unit tree. **Rounds:** nothing.
     """
+    check_shape("terms", terms, len(rows.sequence_unit_rows(sequence_units)), None, None)
     num_rows, num_heads, width = terms.shape
+    if num_heads % num_feature_units:
+        raise OperandError("heads", num_heads, f"a multiple of the {num_feature_units} units here")
     size = rows.contract.row_block
     by_unit = terms.reshape(num_rows, num_feature_units, num_heads // num_feature_units, width)
     blocks = terms.new_zeros((-(-num_rows // size), num_feature_units, width))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.contract import ModelSize
+from h3lib.contract import ModelSize, OperandError
 from h3lib.ops.backend import check_operands, check_shape, op
 
 
@@ -37,6 +37,9 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     check_operands(x=x, cos=cos, sin=sin)
     half = cos.shape[-1]
     check_shape("cos", cos, len(x), half)
+    check_shape("sin", sin, len(x), half)
+    if 2 * half > x.shape[-1]:
+        raise OperandError("rotated channels", 2 * half, f"at most {x.shape[-1]}")
     cos, sin = cos[:, None], sin[:, None]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((low * cos + (-high) * sin, high * cos + low * sin, rest), dim=-1)

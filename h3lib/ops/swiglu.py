@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.ops.backend import accumulator, check_operands, op
+from h3lib.ops.backend import accumulator, check_operands, check_shapes, op
 
 
 def silu(g: Tensor) -> Tensor:
@@ -30,6 +30,7 @@ def swiglu_forward(value: Tensor, gate: Tensor) -> Tensor:
     **Rounds:** SiLU(gate), then the product.
     """
     check_operands(value=value, gate=gate)
+    check_shapes(value=value, gate=gate)
     return value * silu(gate.to(accumulator(gate))).to(gate.dtype)
 
 
@@ -37,6 +38,7 @@ def swiglu_forward(value: Tensor, gate: Tensor) -> Tensor:
 def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     """dvalue = bf16(dy bf16(SiLU(g))), dgate = bf16(bf16(dy value) SiLU'(g)); all `[T, F]`."""
     check_operands(dy=dy, value=value, gate=gate)
+    check_shapes(dy=dy, value=value, gate=gate)
     g = gate.to(accumulator(gate))
     dvalue = dy * silu(g).to(gate.dtype)
     dgate = (dy * value).to(g.dtype) * silu_derivative(g)

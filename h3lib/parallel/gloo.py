@@ -51,9 +51,10 @@ def require_same(world: GlooWorld, fingerprint: dict) -> None:
     """**Raises:** PeerError on every rank, naming the rank, if a peer differs from rank 0."""
     peers = world.gather_objects(fingerprint)
     for rank, peer in enumerate(peers):
-        for key, value in peers[0].items():
-            if peer.get(key) != value:
-                raise PeerError(f"{key} of rank {rank}", peer.get(key), f"{value!r} as on rank 0")
+        for key in sorted(peers[0].keys() | peer.keys()):
+            here, there = peers[0].get(key), peer.get(key)
+            if here != there:
+                raise PeerError(f"{key} of rank {rank}", there, f"{here!r} as on rank 0")
 
 
 class GlooTransport(Transport):
