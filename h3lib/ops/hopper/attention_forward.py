@@ -1,12 +1,15 @@
 """Attention forward on Hopper: online softmax over key blocks of 128, ascending from row 0.
 
 For a query row, S the chain of q.k, c = fl32(log2(e) / sqrt(128)), from m = -inf, l = 0, O = +0:
-    m' = max(m, max S);  a = ex2(fma(m, c, -(m' c)));  p = ex2(fma(S, c, -(m' c)))
+    m' = max(m, (max S) c);  a = ex2(m - m');  p = ex2(fma(S, c, -m'))
     l = fma(l, a, sum p);  O = O a, then the chain of bf16(p).v goes on in that accumulator
-    out = bf16(O / l), the division to nearest;  L = m c + lg2(l), base 2
-Absent keys have S = -inf. The sum of p: each of a row's four lanes q adds its 32 columns 8i + 2q,
-8i + 2q + 1 in ascending order, then lanes q and q^2, then q and q^1. A row's bits depend on its q
-and on k, v alone: not on the number of groups, the grid, or the other rows of its tile.
+    out = bf16(O / l), the division to nearest;  L = m + lg2(l), base 2
+Absent keys have S = -inf. m is rounded, so a is 1 where m stays: with m unscaled in its place a is
+2^(rounding of m c), and 295 blocks took L off by 7e-5 (T = 37,776, H200, 2026-11-30). S c is not
+rounded, so p of the largest key is within ulp(m) of 1; from |m| = 2^30 on it may overflow.
+The sum of p: each of a row's four lanes q adds its 32 columns 8i + 2q, 8i + 2q + 1 in ascending
+order, then lanes q and q^2, then q and q^1. A row's bits depend on its q and on k, v alone: not on
+the number of groups, the grid, or the other rows of its tile.
 
 Three warpgroups (or two) of 64 query rows each, and one warp that feeds them through TMA.
 """
@@ -15,33 +18,38 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from h3lib.contract import Contract
 from h3lib.ops import attention
 from h3lib.ops.hopper.attention_tiles import (
+    A_OPERAND,
+    ACC,
+    COLUMN,
     KEY_BLOCK,
+    ROW,
     SCORE_SCALE,
     TILE_ROWS,
     Launch,
     check_attention,
     check_rows,
+    divide,
     ex2,
-    heads_descriptor,
+    heads_map,
     lg2,
     next_slot,
+)
+from h3lib.ops.hopper.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
     num_multiprocessors,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
-SLOTS = 2  # K and V blocks in flight: 2 x (32 + 32) KB beside Q and O, 230 KB in all
+SLOTS = gl.constexpr(2)  # K and V in flight: 2 x (32 + 32) KB beside Q and out, 230 KB in all
 
 # Groups of 64 query rows -> time of a tile (three groups = 3.0) and registers: the launch's cap,
 # then those of a consumer and of the producer after the warps have traded them.
@@ -52,7 +60,7 @@ GROUPS = {
 
 
 def groups_for(num_rows: int, num_heads: int, multiprocessors: int) -> int:
-    """The tile height whose waves over the multiprocessors take least time; bits do not depend on it."""
+    """The tile height whose waves over the GPU take least time; no bit depends on it."""
 
     def time(groups: int) -> float:
         tiles = -(-num_rows // (groups * TILE_ROWS)) * num_heads
@@ -62,10 +70,8 @@ def groups_for(num_rows: int, num_heads: int, multiprocessors: int) -> int:
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, shared, sizes, GROUPS: gl.constexpr, SLOTS: gl.constexpr
-):
-    """One warp: for each tile Q of every group, then K and V of block 0, 1, ... through the rings."""
+def _produce(q_desc, k_desc, v_desc, shared, sizes, GROUPS: gl.constexpr):
+    """One warp: for each tile Q of every group, then K and V of block 0, 1, ... into the rings."""
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
     slot = 0
@@ -73,98 +79,103 @@ def _produce(
     q_phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64)
+        first = (tile - head * tiles_per_head) * (GROUPS * 64)
         column = head * 128
         for group in gl.static_range(GROUPS):
+            full, row = q_full.index(group), first + group * 64
             mbarrier.wait(q_empty.index(group), q_phase)
-            mbarrier.expect(q_full.index(group), 64 * 128 * 2)
-            tma.async_copy_global_to_shared(q_desc, [row + group * 64, column], q_full.index(group), q.index(group))
+            mbarrier.expect(full, 64 * 128 * 2)
+            tma.async_copy_global_to_shared(q_desc, [row, column], full, q.index(group))
         q_phase = q_phase ^ 1
         for block in range(num_blocks):
+            row = block * 128
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(k_desc, [block * 128, column], k_full.index(slot), k.index(slot))
+            tma.async_copy_global_to_shared(
+                k_desc, [row, column], k_full.index(slot), k.index(slot)
+            )
             mbarrier.wait(v_empty.index(slot), phase)
             mbarrier.expect(v_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(v_desc, [block * 128, column], v_full.index(slot), v.index(slot))
+            tma.async_copy_global_to_shared(
+                v_desc, [row, column], v_full.index(slot), v.index(slot)
+            )
             slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
-def _block(
-    o, m, l, shared, slot, phase, keys_left, c,  # noqa: E741
-    LAST: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr, A: gl.constexpr,
-):
+def _block(state, shared, slot, phase, keys_left, LAST: gl.constexpr, GROUP: gl.constexpr):
     """One key block of the online softmax; the last one masks absent keys and gives Q back."""
+    o, m, l = state  # noqa: E741
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     mbarrier.wait(k_full.index(slot), phase)
     zeros = gl.zeros((64, 128), gl.float32, ACC)
-    s = warpgroup_mma(q.index(GROUP), k.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    k_block = k.index(slot).permute((1, 0))
+    s = warpgroup_mma(q.index(GROUP), k_block, zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if LAST:
         mbarrier.arrive(q_empty.index(GROUP), count=1)
-        column = gl.arange(0, 128, gl.SliceLayout(0, ACC))
-        s = gl.where((column < keys_left)[None, :], s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, axis=1))
-    shift = m_new * c
-    a = ex2(gl.fma(m, gl.full((64,), 1.0, gl.float32, gl.SliceLayout(1, ACC)) * c, -shift))
+        present = gl.arange(0, 128, COLUMN) < keys_left
+        s = gl.where(present[None, :], s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=1) * SCORE_SCALE)
+    a = ex2(m - m_new)
     o = o * a[:, None]
-    p = ex2(gl.fma(s, gl.full((64, 128), 1.0, gl.float32, ACC) * c, -shift[:, None] + zeros))
+    scale = gl.full((64, 128), SCORE_SCALE, gl.float32, ACC)
+    p = ex2(gl.fma(s, scale, zeros - m_new[:, None]))
     l = gl.fma(l, a, gl.sum(p, axis=1))  # noqa: E741
-    p_bf16 = gl.convert_layout(p.to(gl.bfloat16), A)
+    p_bf16 = gl.convert_layout(p.to(gl.bfloat16), A_OPERAND)
     mbarrier.wait(v_full.index(slot), phase)
     o = warpgroup_mma(p_bf16, v.index(slot), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(v_empty.index(slot), count=1)
     slot, phase = next_slot(slot, phase, SLOTS)
-    return o, m_new, l, slot, phase
+    return (o, m_new, l), slot, phase
 
 
 @gluon.jit
-def _consume(
-    out_desc, lse, staging, shared, sizes, c, GROUP: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr
-):
+def _consume(out_desc, lse, staging, shared, sizes, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """One warpgroup: 64 query rows of each tile."""
+    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     slot = 0
     phase = 0
     q_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         head = tile // tiles_per_head
         row = (tile - head * tiles_per_head) * (GROUPS * 64) + GROUP * 64
-        mbarrier.wait(shared[3].index(GROUP), q_phase)
+        mbarrier.wait(q_full.index(GROUP), q_phase)
         q_phase = q_phase ^ 1
         m = gl.full((64,), float("-inf"), gl.float32, ROW)
         l = gl.zeros((64,), gl.float32, ROW)  # noqa: E741
-        o = gl.zeros((64, 128), gl.float32, ACC)
-        for block in range(num_blocks - 1):
-            o, m, l, slot, phase = _block(  # noqa: E741
-                o, m, l, shared, slot, phase, 0, c, False, GROUP, SLOTS, ACC, A
-            )
-        o, m, l, slot, phase = _block(  # noqa: E741
-            o, m, l, shared, slot, phase, num_keys - (num_blocks - 1) * 128, c, True, GROUP, SLOTS, ACC, A
-        )
-        o = gl.div_rn(o, l[:, None] + gl.zeros((64, 128), gl.float32, ACC))
+        state = (gl.zeros((64, 128), gl.float32, ACC), m, l)
+        for _ in range(num_blocks - 1):
+            state, slot, phase = _block(state, shared, slot, phase, 0, False, GROUP)
+        if num_keys > 0:  # always: after a straight line ptxas lacks registers, serialises wgmma
+            keys_left = num_keys - (num_blocks - 1) * 128
+            state, slot, phase = _block(state, shared, slot, phase, keys_left, True, GROUP)
+        o, m, l = state  # noqa: E741
+        o = divide(o, l)
         tma.store_wait(0)  # the staging buffer may still be leaving for the tile before
         staging.index(GROUP).store(o.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, head * 128], staging.index(GROUP))
         rows = row + gl.arange(0, 64, ROW)
-        gl.store(lse + rows.to(gl.int64) * num_heads + head, m * c + lg2(l), mask=rows < num_queries)
+        at = rows.to(gl.int64) * num_heads + head
+        gl.store(lse + at, m + lg2(l), mask=rows < num_queries)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "tiles_per_head", "num_tiles", "num_queries", "num_keys", "num_heads"])
+# fmt: off
+@gluon.jit(do_not_specialize=[
+    "num_blocks", "tiles_per_head", "num_tiles", "num_queries", "num_keys", "num_heads",
+])
 def attention_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse,
-    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads, c,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads,
+    GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Persistent: program p takes tiles p, p + grid, ...; heads outermost, so K, V of one stay in L2."""
+    # fmt: on
+    """Persistent: program p takes tiles p, p + grid, ...; heads outermost, for K and V in L2."""
     q = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], q_desc.layout)
     k = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], k_desc.layout)
     v = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], v_desc.layout)
@@ -189,10 +200,10 @@ def attention_forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, lse, staging, shared, sizes, c, 0, GROUPS, SLOTS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, c, 1, GROUPS, SLOTS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, c, 2, GROUPS, SLOTS)),
-                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS, SLOTS)),
+                (_consume, (out_desc, lse, staging, shared, sizes, 0, GROUPS)),
+                (_consume, (out_desc, lse, staging, shared, sizes, 1, GROUPS)),
+                (_consume, (out_desc, lse, staging, shared, sizes, 2, GROUPS)),
+                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -200,16 +211,18 @@ def attention_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, lse, staging, shared, sizes, c, 0, GROUPS, SLOTS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, c, 1, GROUPS, SLOTS)),
-                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS, SLOTS)),
+                (_consume, (out_desc, lse, staging, shared, sizes, 0, GROUPS)),
+                (_consume, (out_desc, lse, staging, shared, sizes, 1, GROUPS)),
+                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
-def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sms: int, groups: int) -> Launch:
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, programs: int, groups: int
+) -> Launch:
     """The forward over these operands with tiles of `groups` x 64 query rows."""
     num_queries, num_heads, _ = q.shape
     num_blocks = -(-len(k) // KEY_BLOCK)
@@ -217,30 +230,30 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sm
     num_tiles = tiles_per_head * num_heads
     _, cap, consumer, producer = GROUPS[groups]
     operands = (
-        heads_descriptor(q, TILE_ROWS), heads_descriptor(k, KEY_BLOCK), heads_descriptor(v, KEY_BLOCK),
-        heads_descriptor(out, TILE_ROWS), lse,
-        num_blocks, tiles_per_head, num_tiles, num_queries, len(k), num_heads, SCORE_SCALE,
-        groups, SLOTS, consumer, producer,
-    )
+        heads_map("q", q, TILE_ROWS), heads_map("k", k, KEY_BLOCK), heads_map("v", v, KEY_BLOCK),
+        heads_map("out", out, TILE_ROWS), lse,
+        num_blocks, tiles_per_head, num_tiles, num_queries, len(k), num_heads,
+        groups, consumer, producer,
+    )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": cap, "enable_fp_fusion": False}
-    return Launch(attention_forward_kernel, operands, options, (min(sms, num_tiles),))
+    return Launch(attention_forward_kernel, operands, options, (min(programs, num_tiles),))
 
 
 @attention.attention_forward.register("triton")
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tuple[Tensor, Tensor]:
-    """out = softmax(q k^T / sqrt(128)) v and L; q `[Tq, N, 128]`, k, v `[T, N, 128]` all rows, BF16.
+    """out = softmax(q k^T / sqrt(128)) v and L; q `[Tq, N, 128]`, k, v `[T, N, 128]` all rows.
 
-    A shard without rows launches nothing. out is contiguous, L `[Tq, N]` FP32.
+    BF16; out is contiguous, L `[Tq, N]` FP32. A shard without rows launches nothing.
 
     **Order:** see the top of the file. **Rounds:** p for the product with v; out once; L not.
-    **Raises:** OperandError, ContractError for what the kernel cannot take; there is no fallback.
+    **Raises:** OperandError, ContractError, BackendError for what the kernel cannot take.
     """
     check_attention(contract, {"q": q}, {"k": k, "v": v})
-    check_rows(k=k)
+    check_rows("k", k)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if len(q):
-        sms = num_multiprocessors(q.device)
-        groups = groups_for(len(q), q.shape[1], sms)
-        forward_launch(q, k, v, out, lse, sms, groups).start(q.device)
+        programs = num_multiprocessors(q.device)
+        groups = groups_for(len(q), q.shape[1], programs)
+        forward_launch(q, k, v, out, lse, programs, groups).start(q.device)
     return out, lse

@@ -12,17 +12,14 @@ Exponent and logarithm are `ex2.approx.ftz` and `lg2.approx.ftz`, pinned with th
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from h3lib.contract import Contract, ContractError, OperandError
+from h3lib.ops.hopper.compat import TensorDescriptor, check_device, gl, gluon, tensor_map
 
 HEAD_DIM = 128
 KEY_BLOCK = 128
@@ -33,10 +30,16 @@ def _fp32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
-SCORE_SCALE = _fp32(math.log2(math.e) / math.sqrt(HEAD_DIM))
-GRADIENT_SCALE = _fp32(1 / math.sqrt(HEAD_DIM))
+# What the kernels read: constants, and the accumulator's layout with those that follow from it.
+SCORE_SCALE = gl.constexpr(_fp32(math.log2(math.e) / math.sqrt(HEAD_DIM)))
+GRADIENT_SCALE = gl.constexpr(_fp32(1 / math.sqrt(HEAD_DIM)))
+ACC = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+)
+A_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
+ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
+COLUMN = gl.constexpr(gl.SliceLayout(0, ACC.value))
 
-BF16_TILE = gl.NVMMASharedLayout.get_default_for([TILE_ROWS, HEAD_DIM], gl.bfloat16)
 FP32_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -53,42 +56,34 @@ class Launch(NamedTuple):
             self.kernel[self.grid](*self.operands, **self.options)
 
 
-def heads_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def heads_map(name: str, x: Tensor, rows: int) -> TensorDescriptor:
     """TMA boxes of `rows` rows of one head over `[T, N, 128]`, any row stride."""
     width = x.shape[1] * HEAD_DIM
     stride = x.stride(0) if len(x) > 1 else width
-    return TensorDescriptor(x, [len(x), width], [stride, 1], [rows, HEAD_DIM], BF16_TILE)
+    return tensor_map(name, x, [len(x), width], [stride, 1], [rows, HEAD_DIM])
 
 
-def row_descriptor(x: Tensor) -> TensorDescriptor:
-    """TMA boxes of 64 numbers over a contiguous FP32 tensor."""
+def statistics_map(x: Tensor) -> TensorDescriptor:
+    """TMA boxes of 64 numbers of a contiguous FP32 tensor."""
     return TensorDescriptor(x, [x.numel()], [1], [TILE_ROWS], FP32_ROW)
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """**Raises:** OperandError for anything but a Hopper GPU: `wgmma` exists on sm_90 alone."""
-    if device.type != "cuda":
-        raise OperandError("device", str(device), "a CUDA device of compute capability 9.0")
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != (9, 0):
-        raise OperandError("compute capability", f"{properties.major}.{properties.minor}", "9.0")
-    return properties.multi_processor_count
+def check_attention(
+    contract: Contract, queries: dict[str, Tensor], keys: dict[str, Tensor]
+) -> None:
+    """The door: `[T, N, 128]` BF16 on one sm_90 GPU, heads side by side; queries alike, keys alike.
 
-
-def check_attention(contract: Contract, queries: dict[str, Tensor], keys: dict[str, Tensor]) -> None:
-    """The door: `[T, N, 128]` BF16, heads contiguous, 16-byte rows; queries alike, keys alike.
-
-    **Raises:** ContractError for another key block, OperandError for anything else.
+    Row strides and addresses are left to `tensor_map`. **Raises:** ContractError for another key
+    block; BackendError for another GPU; OperandError for the rest.
     """
     if contract.key_block != KEY_BLOCK:
         raise ContractError("key_block", contract.key_block, KEY_BLOCK)
-    _, like = next(iter(queries.items()))
-    for name, x in (queries | keys).items():
-        _check_heads(name, x, like)
-    for group in (queries, keys):
+    check_device(**queries, **keys)
+    like = next(iter(queries.values()))
+    for group in filter(None, (queries, keys)):
         first_name, first = next(iter(group.items()))
         for name, x in group.items():
+            _check_heads(name, x, like)
             if len(x) != len(first):
                 raise OperandError(f"rows of {name}", len(x), f"{len(first)} as {first_name}")
 
@@ -98,34 +93,30 @@ def _check_heads(name: str, x: Tensor, like: Tensor) -> None:
         raise OperandError(f"dtype of {name}", x.dtype, torch.bfloat16)
     if x.ndim != 3 or x.shape[2] != HEAD_DIM or x.shape[1] < 1:
         raise OperandError(f"shape of {name}", tuple(x.shape), f"(any, at least 1, {HEAD_DIM})")
-    if x.shape[1] != like.shape[1] or x.device != like.device:
-        raise OperandError(
-            f"heads and device of {name}", (x.shape[1], str(x.device)), (like.shape[1], str(like.device))
-        )
-    num_multiprocessors(x.device)
+    if x.shape[1] != like.shape[1]:
+        raise OperandError(f"heads of {name}", x.shape[1], f"{like.shape[1]} as the queries")
+    if x.device != like.device:
+        raise OperandError(f"device of {name}", str(x.device), f"{like.device} as the queries")
     heads_apart = x.stride(1) if x.shape[1] > 1 else HEAD_DIM
-    rows_apart = x.stride(0) if len(x) > 1 else x.shape[1] * HEAD_DIM
-    if x.stride(2) != 1 or heads_apart != HEAD_DIM or rows_apart % 8 or rows_apart < x.shape[1] * HEAD_DIM:
-        raise OperandError(f"strides of {name}", x.stride(), f"(a multiple of 8, {HEAD_DIM}, 1), rows apart")
-    if x.data_ptr() % 16:
-        raise OperandError(f"address of {name}", x.data_ptr(), "a multiple of 16 bytes")
+    if x.stride(2) != 1 or heads_apart != HEAD_DIM:
+        raise OperandError(f"strides of {name}", x.stride(), f"(any, {HEAD_DIM}, 1)")
 
 
 def check_statistics(like: Tensor, **statistics: Tensor) -> None:
     """lse and delta: contiguous FP32 `[T, N]`. **Raises:** OperandError."""
     for name, x in statistics.items():
-        if x.dtype != torch.float32 or x.shape != like.shape[:2] or x.device != like.device:
-            received = (x.dtype, tuple(x.shape), str(x.device))
-            raise OperandError(f"{name}", received, (torch.float32, tuple(like.shape[:2]), str(like.device)))
+        received = (x.dtype, tuple(x.shape), str(x.device))
+        accepted = (torch.float32, tuple(like.shape[:2]), str(like.device))
+        if received != accepted:
+            raise OperandError(name, received, accepted)
         if not x.is_contiguous():
             raise OperandError(f"strides of {name}", x.stride(), "contiguous")
 
 
-def check_rows(**whole: Tensor) -> None:
-    """The gathered side holds every row of the document. **Raises:** OperandError if it has none."""
-    for name, x in whole.items():
-        if len(x) == 0:
-            raise OperandError(f"rows of {name}", 0, "at least 1")
+def check_rows(name: str, whole: Tensor) -> None:
+    """The gathered side holds every row there is. **Raises:** OperandError if it has none."""
+    if len(whole) == 0:
+        raise OperandError(f"rows of {name}", 0, "at least 1")
 
 
 @gluon.jit
@@ -140,6 +131,24 @@ def lg2(x):
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def divide(a, b):
+    """A tile a by a row's b to nearest, b from 2^-20 to 2^60, |a| from 2^-100; no branches.
+
+    r is 1 / b to nearest and two corrections of a r follow: the first leaves an error below one
+    unit in the last place, from which the second rounds correctly (Markstein). Zero and what is
+    not finite need no correction. `div.rn` itself takes 20 instructions and two branches.
+    """
+    zeros = gl.zeros((64, 128), gl.float32, ACC)
+    r = gl.div_rn(gl.full((64,), 1.0, gl.float32, ROW), b)[:, None] + zeros
+    minus_b = zeros - b[:, None]
+    first = a * r
+    q = gl.fma(gl.fma(first, minus_b, a), r, first)
+    q = gl.fma(gl.fma(q, minus_b, a), r, q)
+    corrected = (gl.abs(first) < float("inf")) & (first != 0.0)
+    return gl.where(corrected, q, first)
 
 
 @gluon.jit

@@ -1,0 +1,236 @@
+"""dk and dv of attention on Hopper: one accumulator chain each over all queries, ascending.
+
+With S, dP the chains of q.k and dO.v, c = fl32(log2(e) / sqrt(128)), L base 2, delta = sum dO O:
+    p = ex2(fma(S, c, -L));  dS = p (dP - delta), FP32
+    dv = bf16(chain of bf16(p).dO);  dk = bf16(fl32(1 / sqrt(128)) * chain of bf16(dS).q)
+Absent queries have p = dS = 0.
+
+The products are transposed, S^T = k q^T and dP^T = v dO^T, so that p^T and dS^T come out of the
+accumulators as the register operands of the chains and never touch shared memory.
+
+Two warpgroups of 64 keys each, and one warp that feeds them through TMA.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import Contract
+from h3lib.ops import attention
+from h3lib.ops.hopper.attention_statistics import by_head_launch
+from h3lib.ops.hopper.attention_tiles import (
+    A_OPERAND,
+    ACC,
+    GRADIENT_SCALE,
+    SCORE_SCALE,
+    TILE_ROWS,
+    Launch,
+    check_attention,
+    check_rows,
+    check_statistics,
+    ex2,
+    heads_map,
+    next_slot,
+    statistics_map,
+)
+from h3lib.ops.hopper.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    num_multiprocessors,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+GROUPS = gl.constexpr(2)
+SLOTS = gl.constexpr(4)  # blocks of 64 queries in flight; 3 was 2 % slower (H200, 2026-11-30)
+SCORES = gl.constexpr(  # S^T and dP^T: 64 keys x 64 queries
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+)
+QUERY = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
+
+
+@gluon.jit
+def _produce_queries(q_desc, dout_desc, k_desc, v_desc, statistics_desc, shared, sizes):
+    """One warp: for each tile K and V of every group, then q, dO, -L, delta of block 0, 1, ..."""
+    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
+    num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads = sizes
+    slot = 0
+    phase = 1
+    k_phase = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        head = tile // tiles_per_head
+        row = (tile - head * tiles_per_head) * (GROUPS * 64)
+        column = head * 128
+        for group in gl.static_range(GROUPS):
+            mbarrier.wait(k_empty.index(group), k_phase)
+            mbarrier.expect(k_full.index(group), 2 * 64 * 128 * 2)
+            tma.async_copy_global_to_shared(
+                k_desc, [row + group * 64, column], k_full.index(group), k.index(group)
+            )
+            tma.async_copy_global_to_shared(
+                v_desc, [row + group * 64, column], k_full.index(group), v.index(group)
+            )
+        k_phase = k_phase ^ 1
+        for block in range(num_blocks):
+            first = head * padded + block * 64
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), phase)
+            mbarrier.expect(full, 2 * 64 * 128 * 2 + 2 * 64 * 4)
+            tma.async_copy_global_to_shared(q_desc, [block * 64, column], full, q.index(slot))
+            tma.async_copy_global_to_shared(statistics_desc, [first], full, minus_lse.index(slot))
+            tma.async_copy_global_to_shared(dout_desc, [block * 64, column], full, dout.index(slot))
+            tma.async_copy_global_to_shared(
+                statistics_desc, [first + num_heads * padded], full, delta.index(slot)
+            )
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+
+@gluon.jit
+def _dkv_block(dk, dv, shared, slot, phase, queries_left, LAST: gl.constexpr, GROUP: gl.constexpr):
+    """One block of 64 queries of both chains, transposed: p and dS are register operands."""
+    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
+    zeros = gl.zeros((64, 64), gl.float32, SCORES)
+    mbarrier.wait(q_full.index(slot), phase)
+    s = warpgroup_mma(
+        k.index(GROUP), q.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    dp = warpgroup_mma(
+        v.index(GROUP), dout.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    shift = minus_lse.index(slot).load(QUERY)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p = ex2(gl.fma(s, gl.full((64, 64), SCORE_SCALE, gl.float32, SCORES), shift[None, :] + zeros))
+    if LAST:
+        present = (gl.arange(0, 64, QUERY) < queries_left)[None, :]
+        p = gl.where(present, p, 0.0)
+    p_bf16 = gl.convert_layout(p.to(gl.bfloat16), A_OPERAND)
+    delta_columns = delta.index(slot).load(QUERY)
+    dv = warpgroup_mma(p_bf16, dout.index(slot), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = p * (dp - delta_columns[None, :])
+    if LAST:
+        ds = gl.where(present, ds, 0.0)
+    ds_bf16 = gl.convert_layout(ds.to(gl.bfloat16), A_OPERAND)
+    dk = warpgroup_mma(ds_bf16, q.index(slot), dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(q_empty.index(slot), count=1)
+    slot, phase = next_slot(slot, phase, SLOTS)
+    return dk, dv, slot, phase
+
+
+@gluon.jit
+def _consume_queries(dk_desc, dv_desc, shared, sizes, GROUP: gl.constexpr):
+    """One warpgroup: dk and dv of 64 keys of each tile."""
+    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
+    num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads = sizes
+    slot = 0
+    phase = 0
+    k_phase = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        head = tile // tiles_per_head
+        row = (tile - head * tiles_per_head) * (GROUPS * 64) + GROUP * 64
+        mbarrier.wait(k_full.index(GROUP), k_phase)
+        k_phase = k_phase ^ 1
+        dk = gl.zeros((64, 128), gl.float32, ACC)
+        dv = gl.zeros((64, 128), gl.float32, ACC)
+        for _ in range(num_blocks - 1):
+            dk, dv, slot, phase = _dkv_block(dk, dv, shared, slot, phase, 0, False, GROUP)
+        if num_queries > 0:  # always: a straight line to the last block costs ptxas more registers
+            queries_left = num_queries - (num_blocks - 1) * 64
+            dk, dv, slot, phase = _dkv_block(dk, dv, shared, slot, phase, queries_left, True, GROUP)
+        k.index(GROUP).store((dk * GRADIENT_SCALE).to(gl.bfloat16))
+        v.index(GROUP).store(dv.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dk_desc, [row, head * 128], k.index(GROUP))
+        tma.async_copy_shared_to_global(dv_desc, [row, head * 128], v.index(GROUP))
+        tma.store_wait(0)
+        mbarrier.arrive(k_empty.index(GROUP), count=1)
+
+
+# fmt: off
+@gluon.jit(do_not_specialize=[
+    "num_blocks", "tiles_per_head", "num_tiles", "num_queries", "padded", "num_heads",
+])
+def attention_dkv_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, statistics_desc,
+    num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads,
+):
+    # fmt: on
+    """Persistent: program p takes key tiles p, p + grid, ...; heads outermost."""
+    q = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 64, 128], q_desc.layout)
+    dout = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 64, 128], dout_desc.layout)
+    k = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], k_desc.layout)
+    v = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], v_desc.layout)
+    minus_lse = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], statistics_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], statistics_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+    shared = (q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty)
+    sizes = (num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads)
+    gl.warp_specialize(
+        [
+            (_consume_queries, (dk_desc, dv_desc, shared, sizes, 0)),
+            (_consume_queries, (dk_desc, dv_desc, shared, sizes, 1)),
+            (
+                _produce_queries,
+                (q_desc, dout_desc, k_desc, v_desc, statistics_desc, shared, sizes),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def dkv_launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, by_head: Tensor, dk: Tensor, dv: Tensor, sms: int
+) -> Launch:
+    """dk, dv over these operands with tiles of 2 x 64 keys; by_head from `by_head_launch`."""
+    num_queries, num_heads, _ = q.shape
+    tiles_per_head = -(-len(k) // (GROUPS.value * TILE_ROWS))
+    num_tiles = tiles_per_head * num_heads
+    operands = (
+        heads_map("q", q, TILE_ROWS), heads_map("dout", dout, TILE_ROWS),
+        heads_map("k", k, TILE_ROWS), heads_map("v", v, TILE_ROWS),
+        heads_map("dk", dk, TILE_ROWS), heads_map("dv", dv, TILE_ROWS), statistics_map(by_head),
+        -(-num_queries // TILE_ROWS), tiles_per_head, num_tiles,
+        num_queries, by_head.shape[2], num_heads,
+    )  # fmt: skip
+    return Launch(attention_dkv_kernel, operands, OPTIONS, (min(sms, num_tiles),))
+
+
+@attention.attention_dkv.register("triton")
+def attention_dkv(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract
+) -> tuple[Tensor, Tensor]:
+    """dk, dv like k; k, v `[Tk, N, 128]`, q, dout `[T, N, 128]` all rows, lse, delta `[T, N]`.
+
+    BF16, lse and delta FP32. A shard without rows launches nothing.
+
+    **Order:** one chain over all queries, ascending. **Rounds:** p, dS for the products; dk, dv
+    once.
+    **Raises:** OperandError, ContractError, BackendError for what the kernel cannot take.
+    """
+    check_attention(contract, {"q": q, "dout": dout}, {"k": k, "v": v})
+    check_statistics(q, lse=lse, delta=delta)
+    check_rows("q", q)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    if len(k):
+        padded = -(-len(q) // TILE_ROWS) * TILE_ROWS
+        by_head = torch.empty((2, q.shape[1], padded), dtype=torch.float32, device=q.device)
+        by_head_launch(lse, delta, by_head).start(q.device)
+        dkv_launch(q, k, v, dout, by_head, dk, dv, num_multiprocessors(q.device)).start(q.device)
+    return dk, dv
