@@ -3,4 +3,14 @@
 **Raises:** BackendError at import for a Triton that was not tested.
 """
 
-from h3lib.ops.hopper import gemm_chain, gemm_fold, gemm_tree  # noqa: F401
+from h3lib.ops.hopper import (  # noqa: F401
+    attention_dkv,
+    attention_dq,
+    attention_forward,
+    attention_statistics,
+    gemm_chain,
+    gemm_fold,
+    gemm_tree,
+    rowwise,
+    rowwise_norm,
+)

@@ -1,0 +1,57 @@
+"""What the row-wise kernels share: the door, and how a row is addressed.
+
+Rows are any multiple of 16 bytes apart and contiguous within, as slices of a joined projection are.
+Widths and strides reach a kernel in units of 8 elements: it then knows that every access is whole
+16-byte words, whatever the layout, without being specialised for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h3lib.contract import OperandError
+from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, check_device
+
+UNIT = 8  # BF16 elements in 16 bytes
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def check_rows(dtype: torch.dtype, **operands: Tensor) -> None:
+    """`[T, C]` operands of one dtype, shape and sm_90 GPU, rows of whole 16-byte words.
+
+    **Raises:** OperandError for anything else, BackendError for another GPU.
+    """
+    check_device(**operands)
+    first_name, first = next(iter(operands.items()))
+    for name, x in operands.items():
+        if x.dtype != dtype:
+            raise OperandError(f"dtype of {name}", x.dtype, dtype)
+        if x.ndim != 2 or x.shape != first.shape or x.shape[1] % UNIT or not x.shape[1]:
+            accepted = f"{tuple(first.shape)} as {first_name}, the width a multiple of {UNIT}"
+            raise OperandError(f"shape of {name}", tuple(x.shape), accepted)
+        if x.device != first.device:
+            raise OperandError(
+                f"device of {name}", str(x.device), f"{first.device} as {first_name}"
+            )
+        row_stride(name, x)
+
+
+def row_stride(name: str, x: Tensor) -> int:
+    """Stride of dim 0 of `[T, ..., C]`, the rest contiguous, in units of 8 elements.
+
+    **Raises:** OperandError for other strides, or an address that is not a multiple of 16 bytes.
+    """
+    stride = x.stride(0) if len(x) > 1 else UNIT
+    wanted: Sequence[int] = torch.empty(x.shape[1:], device="meta").stride()
+    inner = all(
+        size == 1 or s == w for size, s, w in zip(x.shape[1:], x.stride()[1:], wanted, strict=True)
+    )
+    if not inner or stride % UNIT or (x.numel() and x.stride(0) < 0):
+        raise OperandError(f"strides of {name}", x.stride(), f"(a multiple of {UNIT}, contiguous)")
+    if x.device.type == "cuda" and x.data_ptr() % TMA_ALIGNMENT_BYTES:
+        accepted = f"a multiple of {TMA_ALIGNMENT_BYTES}"
+        raise OperandError(f"address of {name}", hex(x.data_ptr()), accepted)
+    return stride // UNIT
