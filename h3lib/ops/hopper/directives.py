@@ -38,24 +38,27 @@ class Entry:
 
     tile: Tile
     min_rows: int = 1
+    max_columns: int | None = None
 
-    def serves(self, rows: int, unit_blocks: int, unit_start: int) -> bool:
+    def serves(self, rows: int, columns: int, unit_blocks: int, unit_start: int) -> bool:
         """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides units' starts."""
         tile = self.tile
         enough = not tile.lag or unit_blocks >= tile.stages + tile.lag
-        return rows >= self.min_rows and enough and unit_start % tile.depth == 0
+        narrow = self.max_columns is None or columns <= self.max_columns
+        return rows >= self.min_rows and narrow and enough and unit_start % tile.depth == 0
 
 
 WIDE = Tile(columns=256, stages=3, group=16)
 
 TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
-    # Rows <= 512 are bound by L2: fewer, wider tiles where the weight is stored k last.
+    # Few rows are bound by L2, so tiles are wide; ff-down's dx would need two waves of them.
     ("linear_forward", "sm_90"): (
         Entry(WIDE, min_rows=513),
         Entry(Tile(columns=256, stages=3, group=4)),
     ),
     ("linear_dx", "sm_90"): (
         Entry(WIDE, min_rows=513),
+        Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
     ("unit_tree", "sm_90"): (
@@ -71,13 +74,15 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
 }
 
 
-def tile_for(op: str, rows: int, unit_blocks: int, unit_start: int = MAX_DEPTH) -> Tile:
+def tile_for(
+    op: str, rows: int, columns: int, unit_blocks: int, unit_start: int = MAX_DEPTH
+) -> Tile:
     """The tile that the op's table gives for this shape.
 
     **Raises:** BackendError if units start where no block of the table may.
     """
     for entry in TABLES[op, ARCHITECTURE]:
-        if entry.serves(rows, unit_blocks, unit_start):
+        if entry.serves(rows, columns, unit_blocks, unit_start):
             return entry.tile
     raise BackendError(f"unit starts of {op} are multiples of", unit_start, "a multiple of 16")
 

@@ -65,7 +65,7 @@ def _product(op: str, operands: dict[str, Tensor], bias: Tensor | None) -> Tenso
         return chain_fp32(a, b, bias=bias)
     out = a.new_empty((1, a.shape[0], b.shape[1]))
     if out.numel():
-        tile = tile_for(op, a.shape[0], -(-a.shape[1] // MAX_DEPTH))
+        tile = tile_for(op, *out.shape[1:], -(-a.shape[1] // MAX_DEPTH))
         chain_launch(out, a, b, tile, bias, tuple(operands)).run()
     return out[0]
 

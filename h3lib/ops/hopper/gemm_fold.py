@@ -80,7 +80,7 @@ def _subtree(out: Tensor, dy: Tensor, x: Tensor, rows: RowUnits, units: range, r
         out.zero_()
         return
     shortest = min(len(rows.sequence_unit_rows(range(u, u + 1))) for u in root)
-    tile = tile_for("row_fold", dy.shape[0], shortest // MAX_DEPTH, rows.contract.key_block)
+    tile = tile_for("row_fold", *out.shape, shortest // MAX_DEPTH, rows.contract.key_block)
     fold_launch(out[None], dy, x, rows, units, root, tile).run()
 
 

@@ -109,7 +109,7 @@ def _subtree(out: Tensor, parts: Parts, units: range, root: range) -> None:
             "units in one root", len(root), f"at most {MAX_WIDTH}, for back end triton"
         )
     blocks = sum(part.shape[1] // len(units) // MAX_DEPTH for part, _ in parts)
-    tile = tile_for("unit_tree", out.shape[0], blocks)
+    tile = tile_for("unit_tree", *out.shape, blocks)
     if out.shape[0] <= SPLIT_MAX_ROWS and len(root) > 1:
         leaves = out.new_empty((len(root), *out.shape), dtype=torch.float32)
         tree_launch(leaves, parts, units, root.start, 1, tile).run()

@@ -113,10 +113,12 @@ def test_constants_come_in_the_kernels_order():
 def test_directives_lag_only_where_units_are_long_enough():
     for op in OPS:
         for blocks in range(12):
-            tile = directives.tile_for(op, 1000, blocks)
+            tile = directives.tile_for(op, 1000, 7168, blocks)
             assert not tile.lag or blocks >= tile.stages + tile.lag
     for start, depth in ((16, 16), (32, 32), (48, 16), (64, 64), (128, 64)):
-        assert directives.tile_for("row_fold", 1000, 100, start).depth == depth
+        assert directives.tile_for("row_fold", 1000, 7168, 100, start).depth == depth
     with pytest.raises(BackendError, match="multiple of 16"):
-        directives.tile_for("row_fold", 1000, 100, 24)
+        directives.tile_for("row_fold", 1000, 7168, 100, 24)
+    for columns, wide in ((7168, 256), (14336, 128)):
+        assert directives.tile_for("linear_dx", 264, columns, 84).columns == wide
     assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64
