@@ -12,7 +12,12 @@ from h3lib.layout import Region, region_shape, whole
 from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
 from h3lib.ops.backend import Op, load_backend
 from h3lib.ops.fold import row_unit_roots
-from h3lib.ops.gemm import row_fold_roots, unit_tree_roots
+from h3lib.ops.gemm import (
+    row_fold_product,
+    row_fold_roots,
+    unit_tree_product,
+    unit_tree_roots,
+)
 from h3lib.parallel.collective import Observe
 from h3lib.parallel.shard import SeqShard, parameter_region
 
@@ -75,14 +80,19 @@ class BlockContext:
 
     def leave(self, name: str, *parts: tuple[Tensor, Tensor]) -> Tensor:
         """The row-parallel product sum of a @ b, `[S, D]`: unit tree over tp, rounded once."""
+        if self.trace is None and self.shard.owner.layout.tp == 1:  # rounded where it is finished
+            units = self.shard.contract.num_units
+            return self.call(unit_tree_product, list(parts), units, self.dtype)
         region = ((self.shard.shard_rows,), (range(self.size.hidden_size),))
         return self.shard.leave(self.unit_tree(*parts), self.dtype, self.observe(name, region))
 
     def weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
         """dw = dy^T x, row fold over sequence units, summed over cp."""
-        shard = self.shard
+        shard, dtype = self.shard, self.weights[name].dtype
+        if self.trace is None and shard.owner.layout.cp == 1:  # rounded where it is finished
+            self.gradient(name, self.call(row_fold_product, dy, x, shard.owner.rows, dtype))
+            return
         roots = self.call(row_fold_roots, dy, x, shard.owner.rows, shard.sequence_units)
-        dtype = self.weights[name].dtype
         self.gradient(name, shard.sum_sequence_units(roots, dtype, self.observe_parameter(name)))
 
     def gradient(self, name: str, root: Tensor) -> None:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from block_support import SMALL_BLOCKS, TINY, packed_rows, padded, permuted
+from block_support import SMALL_BLOCKS, TINY, canonical, packed_rows, padded, permuted
 
 from h3lib.contract import RowsError
-from h3lib.model.block import BLOCK_PREFIX, block_parameters
-from h3lib.model.inputs import time_embedding
+from h3lib.model.block import BLOCK_PREFIX, Block, block_parameters
+from h3lib.model.inputs import block_inputs, block_weights, time_embedding
 from h3lib.model.module import H3Block, PackedRows
 from h3lib.model.weights import SyntheticWeights, synthetic_rows
+from h3lib.parallel.shard import SeqShard
 
 SOURCE = SyntheticWeights(TINY, 1)
 
@@ -77,3 +78,18 @@ def test_duplicate_keys_are_refused():
     rows = PackedRows(PACKED.position_ids, PACKED.token_tags, PACKED.timestep_indices, keys)
     with pytest.raises(RowsError, match=r"logical key of two active rows: received \(0, 8\)"):
         H3Block(TINY)(X, time_embedding(TINY, SOURCE, PACKED.timestep), rows)
+
+
+def test_without_a_trace_the_bytes_are_those_of_the_traced_block():
+    """Without a trace a rank that owns a whole tree rounds where it is finished."""
+    size, packed = TINY, packed_rows(264)
+    source, shard = SyntheticWeights(size, 0), SeqShard.canonical(264)
+    given = block_inputs(size, source, packed, shard, seed=0)
+    block = Block(size, shard, block_weights(size, source, shard))
+    out = block.forward(given.x, given.temb, given.rows)
+    found = block.backward(given.dout)
+    traced = canonical(264)
+    assert _bytes_equal(out, traced["output", "out"])
+    gradients = {"dx": found.dx, "dtemb": found.dtemb, **found.parameters}
+    for name, value in gradients.items():
+        assert _bytes_equal(value, traced["gradient", name]), name
