@@ -11,6 +11,8 @@ same terms. A row that is not of a group adds +0 to it, which changes nothing (n
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -89,13 +91,20 @@ def _check(terms: Tensor) -> None:
         raise OperandError("dtype and strides of terms", received, "torch.float32, contiguous")
 
 
-def _row_units(blocks: Tensor, rows: RowUnits, units: range) -> Tensor:
-    """Row blocks `[B, W]` to row units `[len(units), W]`."""
-    width = blocks.shape[1]
+@functools.cache
+def _row_unit_starts(rows: RowUnits, units: range, device: torch.device) -> Tensor:
+    """First row block of each unit, and the end of the last; kept, so that a CUDA graph that
+    replays the fold after a first eager call copies nothing from the host."""
     first = rows.row_unit_blocks(units.start).start
     edges = [rows.row_unit_blocks(u).start - first for u in units]
     edges.append(rows.row_unit_blocks(units[-1]).stop - first)
-    starts = torch.tensor(edges, dtype=torch.int32, device=blocks.device)
+    return torch.tensor(edges, dtype=torch.int32, device=device)
+
+
+def _row_units(blocks: Tensor, rows: RowUnits, units: range) -> Tensor:
+    """Row blocks `[B, W]` to row units `[len(units), W]`."""
+    width = blocks.shape[1]
+    starts = _row_unit_starts(rows, units, blocks.device)
     folded = blocks.new_empty((len(units), width))
     grid = (len(units), triton.cdiv(width, COLUMNS))
     row_units_kernel[grid](blocks, starts, folded, width, COLUMNS=COLUMNS, **OPTIONS)
