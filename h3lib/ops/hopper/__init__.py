@@ -8,6 +8,8 @@ from h3lib.ops.hopper import (  # noqa: F401
     attention_dq,
     attention_forward,
     attention_statistics,
+    embedding,
+    fold,
     gemm_chain,
     gemm_fold,
     gemm_tree,
