@@ -241,13 +241,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", required=True, help="commit that is measured")
     parser.add_argument("--jobs", type=int, default=1, help="checks of `bits` at a time")
+    parser.add_argument("--round-ms", type=float, default=Protocol.round_ms)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     if args.what == "bits":
         args.out.write_text(json.dumps(bits_report(args.commit, args.jobs), indent=1) + "\n")
         return
-    protocol, rows = Protocol(), []
+    protocol, rows = Protocol(round_ms=args.round_ms, warm_up_ms=5 * args.round_ms), []
     for row in (measure_tiles if args.what == "tiles" else measure_all)(protocol):
         print(row, flush=True)
         rows.append(row)
