@@ -1,18 +1,19 @@
-"""The command line: `h3lib run`, `h3lib layouts`, `h3lib verify`."""
+"""The command line: `h3lib run`, `h3lib layouts`, `h3lib verify`, `h3lib bench`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 
-from h3lib.contract import SIZES, LayoutError, ReportError
+from h3lib.contract import SIZES, H3Error, LayoutError, ReportError
 from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
 from h3lib.rank import EQUAL, REFUSED
 from h3lib.report import read_report
-from h3lib.request import DEVICES, Request
+from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
 
 _RANK_BYTES = 400 * 2**20  # one CPU rank of size tiny, resident, torch 2.13
@@ -31,6 +32,10 @@ def main(arguments: list[str] | None = None) -> None:
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
+    bench = commands.add_parser("bench", help="measure kernels beside the libraries, on one GPU")
+    bench.add_argument("what", choices=("kernels",))
+    bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    bench.set_defaults(main=_bench)
     options = parser.parse_args(arguments)
     sys.exit(options.main(options))
 
@@ -68,6 +73,18 @@ def _add_run(commands) -> None:
 def _run(options: argparse.Namespace) -> int:
     fields = {key: value for key, value in vars(options).items() if key not in ("command", "main")}
     return run(Request(**fields))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        require_cuda()
+        from h3lib.bench.kernels import bench_kernels  # needs Triton, which run does not
+
+        bench_kernels(options.out)
+    except H3Error as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
+    return EQUAL
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -167,7 +167,7 @@ def write_report(report: dict, path: Path | str) -> None:
 
 def environment(device: str, machine: str) -> dict:
     """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
-    commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    commit = git_commit()
     status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
     on_gpu = device == "cuda"
     driver = (
@@ -187,6 +187,11 @@ def environment(device: str, machine: str) -> dict:
         "machine": machine,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def git_commit() -> str | None:
+    """The commit that this package was checked out from, None without a repository."""
+    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
 
 
 def machine_names(hosts: list[str]) -> list[str]:

@@ -25,6 +25,12 @@ class RequestError(H3Error, ValueError):
     """A run that this machine or this version cannot do."""
 
 
+def require_cuda() -> None:
+    """**Raises:** RequestError without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise RequestError("device", "cuda", "cpu: no CUDA device is available here")
+
+
 @dataclass(frozen=True)
 class Request:
     """One block in one layout; exactly one of `rows` and `job` is given."""
@@ -47,8 +53,8 @@ class Request:
             raise RequestError("blocks", self.blocks, "1: this version runs one block")
         if self.device not in DEVICES:
             raise RequestError("device", self.device, ", ".join(DEVICES))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise RequestError("device", "cuda", "cpu: no CUDA device is available here")
+        if self.device == "cuda":
+            require_cuda()
         load_backend(self.backend, self.device)
         if not self.timeout_s > 0:
             raise RequestError("timeout in seconds", self.timeout_s, "more than 0")

@@ -113,7 +113,8 @@ REFUSED = {
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
     "local": (("--local-size", "3"), "local size: received 3"),
     "timeout": (("--timeout", "0"), "received 0.0"),
-    "backend": (("--backend", "cublas"), "received 'cublas'"),
+    "backend": (("--backend", "cublas"), "received 'cublas'; accepted: eager, triton"),
+    "backend device": (("--backend", "triton"), "received 'cpu'; accepted: cuda"),
     "folder": (("--out", "/nonexistent/x.json"), "/nonexistent/x.json"),
 }
 
@@ -226,6 +227,14 @@ def test_verify_refuses_an_incomplete_report(tmp_path):
     assert "complete, equal" in good and "refused" in partial and "refused" in cut
     with pytest.raises(ReportError):
         read_report(tmp_path / "partial.json")
+
+
+def test_a_benchmark_without_a_gpu_is_refused(tmp_path):
+    command = [*H3LIB, "bench", "kernels", "--out", str(tmp_path / "kernels.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2 and "no CUDA device" in done.stderr
+    assert not (tmp_path / "kernels.json").exists()
 
 
 def test_layouts_lists_what_this_machine_can_run():
