@@ -36,6 +36,9 @@ class Protocol:
         return replace(self, graph=True)
 
 
+STANDARD = Protocol()
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of `measurements`."""
@@ -58,14 +61,14 @@ def compare(
     ours: Call,
     theirs: Call,
     num_sets: int,
-    protocol: Protocol = Protocol(),
+    protocol: Protocol = STANDARD,
 ) -> Row:
     """Time `ours(i)` against `theirs(i)`, i rotating over `num_sets` operand sets."""
     ours_us, theirs_us = medians([ours, theirs], num_sets, protocol)
     return Row(op, case, rows, against, ours_us, theirs_us, theirs_us / ours_us, protocol.graph)
 
 
-def medians(calls: Sequence[Call], num_sets: int, protocol: Protocol = Protocol()) -> list[float]:
+def medians(calls: Sequence[Call], num_sets: int, protocol: Protocol = STANDARD) -> list[float]:
     """Median time of each call in microseconds, over interleaved rounds."""
     runs = [_graphed(call, num_sets) if protocol.graph else call for call in calls]
     sets = 1 if protocol.graph else num_sets  # a graph already holds one launch of every set
