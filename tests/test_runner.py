@@ -16,6 +16,7 @@ from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import write_checkpoint
 from h3lib.model.inputs import TIME_EMBEDDER
 from h3lib.model.weights import SyntheticWeights
+from h3lib.parallel.launch import descendants
 from h3lib.report import read_report
 
 H3LIB = [sys.executable, "-m", "h3lib.cli"]
@@ -26,18 +27,18 @@ def _run(*arguments, out, layout="tp1", rows="65", **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
-def _rank_processes() -> list[int]:
-    """Live rank processes of any run, by their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if b"h3lib.rank" in words and state != "Z":
-            found.append(int(folder.name))
-    return found
+def _is_rank(pid: int) -> bool:
+    """Whether a process lives and is a rank, or torchrun's process that starts the ranks."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return b"h3lib.rank" in words and state != "Z"
+
+
+def _ranks_of(process: subprocess.Popen) -> set[int]:
+    return {pid for pid in descendants(process.pid) if _is_rank(pid)}
 
 
 def _wait_for(condition, seconds=60.0):
@@ -144,32 +145,30 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(blow, tmp_path):
     """The run is long (2,000 rows), so the blow falls while ranks work; a stale report is gone."""
     out = tmp_path / "report.json"
     out.write_text("an older report")
-    before = set(_rank_processes())
     command = [*H3LIB, "run", "--layout", "tp2-cp2", "--rows", "2000", "--out", str(out)]
-    timeout = "25" if blow == signal.SIGSTOP else "120"
-    process = subprocess.Popen([*command, "--timeout", timeout], stderr=subprocess.PIPE, text=True)
-    ours = _wait_for(lambda: len(new := set(_rank_processes()) - before) >= 4 and new)
-    # torchrun's own process carries the module's name too; ranks are its children
-    victim = max(ours)
+    timeout = 25 if blow == signal.SIGSTOP else 120
+    process = subprocess.Popen(
+        [*command, "--timeout", str(timeout)], stderr=subprocess.PIPE, text=True
+    )
+    ranks = _wait_for(lambda: len(found := _ranks_of(process)) == 5 and found)
     time.sleep(4)
     started = time.monotonic()
-    os.kill(victim, blow)
-    _, errors = process.communicate(timeout=120)
+    os.kill(max(ranks), blow)  # the smallest is torchrun's own process
+    _, errors = process.communicate(timeout=timeout + 60)
     assert process.returncode == 3, errors
-    assert time.monotonic() - started < float(timeout) + 10
+    assert time.monotonic() - started < timeout + 10
     assert "h3lib: " in errors and "Traceback" not in errors.splitlines()[0]
     assert not out.exists()
-    _wait_for(lambda: not set(_rank_processes()) - before, 10)
+    _wait_for(lambda: not any(map(_is_rank, ranks)), 10)
 
 
 def test_killing_the_runner_leaves_no_rank(tmp_path):
-    before = set(_rank_processes())
     command = [*H3LIB, "run", "--layout", "tp2", "--rows", "2000", "--out", str(tmp_path / "r")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    _wait_for(lambda: len(set(_rank_processes()) - before) >= 2)
+    ranks = _wait_for(lambda: len(found := _ranks_of(process)) == 3 and found)
     process.kill()
     process.wait()
-    _wait_for(lambda: not set(_rank_processes()) - before, 20)
+    _wait_for(lambda: not any(map(_is_rank, ranks)), 20)
 
 
 def _torchrun(ranks, *arguments, out):

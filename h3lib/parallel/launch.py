@@ -90,7 +90,7 @@ def run_ranks(
 
 def stop(agent: subprocess.Popen) -> None:
     """End the launcher and its ranks: TERM, a short wait, KILL."""
-    ranks = _descendants(agent.pid)
+    ranks = descendants(agent.pid)
     if agent.poll() is None:
         _signal_group(agent.pid, signal.SIGTERM)
         try:
@@ -113,7 +113,8 @@ def _signal_group(pid: int, number: int) -> None:
         pass
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Processes that this one started, directly or through others."""
     found, parents = [], [pid]
     while parents:
         parent = parents.pop()
