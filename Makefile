@@ -1,7 +1,8 @@
-# Every target sets up what it needs. Variables: DEVICE=cpu|cuda, PYTHON, VENV, ROWS.
+# Every target sets up what it needs. Variables: DEVICE=cpu|cuda, BACKEND, ROWS, PYTHON, VENV.
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+BACKEND ?= eager
 ROWS ?= 264
 LAYOUTS := tp1 tp2 tp4 tp8 tp4-cp2 tp4-cp2-sp tp8-local4
 
@@ -29,7 +30,7 @@ test: $(READY)  ## all tests but the slow ones and those that need a GPU
 
 build/reports/%.json: $(SOURCES) | $(READY)
 	@mkdir -p $(@D)
-	$(BIN)/h3lib run --layout $* --size $(SIZE_$(DEVICE)) --rows $(ROWS) --device $(DEVICE) --weights synthetic:0 --out $@
+	$(BIN)/h3lib run --layout $* --size $(SIZE_$(DEVICE)) --rows $(ROWS) --device $(DEVICE) --backend $(BACKEND) --out $@
 
 notebooks: $(REPORTS)  ## execute every notebook with papermill into book/runs/
 	$(BIN)/python -m h3lib.book all

@@ -191,8 +191,8 @@ def _environment_line(report: dict) -> dict[str, str]:
 
 
 def _seconds_line(report: dict) -> dict[str, str]:
-    line = {key: str(report[key]) for key in ("layout", "device", "size", "rows")}
-    return line | {phase: f"{seconds:.2f}" for phase, seconds in report["timings_s"].items()}
+    line = {key: str(report[key]) for key in ("layout", "device", "backend", "size", "rows")}
+    return line | {phase: f"{seconds:.3g}" for phase, seconds in report["timings_s"].items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

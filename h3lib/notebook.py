@@ -197,7 +197,7 @@ def plot_timings(report: dict, ax: Axes) -> None:
     phases = [phase for phase in PHASES if phase != "total"]
     seconds = [report["timings_s"][phase] for phase in phases]
     bars = ax.barh(phases, seconds, color=BLUE)
-    ax.bar_label(bars, fmt="%.2f", padding=3)
+    ax.bar_label(bars, fmt="%.3g", padding=3)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.15)
