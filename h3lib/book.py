@@ -163,14 +163,17 @@ def _dress(book: nbformat.NotebookNode, title: str | None) -> None:
 
 
 def write_tables() -> None:
-    """Tables of the status page from all reports: results, where they ran, seconds a phase."""
+    """Tables of the status page from all reports: results, where they ran, seconds a phase.
+
+    Ranks that share a GPU wait for each other there: their times mean nothing and are left out.
+    """
     reports = layout_reports(EVIDENCE) + layout_reports(NEW_REPORTS)
     tables = {
         "results": [result_line(report) for report in reports],
         "environment": list(
             {tuple(e.items()): e for e in map(_environment_line, reports)}.values()
         ),
-        "seconds": [_seconds_line(report) for report in reports],
+        "seconds": [_seconds_line(r) for r in reports if (r["ranks_per_gpu"] or 1) == 1],
     }
     for name, lines in tables.items():
         with (RUNS / f"{name}.csv").open("w", newline="") as file:

@@ -52,12 +52,10 @@ def result_line(report: dict) -> dict[str, str]:
     different = sum(tensor["different"] for tensor in tensors)
     total = sum(tensor["total"] for tensor in tensors)
     share = control["different"] / control["total"] if control["total"] else 0
-    seconds, shared = report["timings_s"], report["ranks_per_gpu"] or 0
+    ranks, shared = str(report["num_ranks"]), report["ranks_per_gpu"] or 0
     return {
         "layout": report["layout"],
-        "ranks": f"{report['num_ranks']}, {shared} a GPU"
-        if shared > 1
-        else str(report["num_ranks"]),
+        "ranks": f"{ranks}, {shared} a GPU" if shared > 1 else ranks,
         "device": report["device"],
         "back end": report["backend"],
         "size": report["size"],
@@ -66,7 +64,6 @@ def result_line(report: dict) -> dict[str, str]:
         "elements compared": f"{total:,}",
         "different": f"{different:,}",
         "control differs": f"{share:.0%}" if control["applicable"] else "not applicable",
-        "forward + backward, s": f"{seconds['forward'] + seconds['backward']:.3g}",
     }
 
 
