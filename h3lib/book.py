@@ -167,7 +167,7 @@ def write_tables() -> None:
 
     Ranks that share a GPU wait for each other there: their times mean nothing and are left out.
     """
-    reports = layout_reports(EVIDENCE) + layout_reports(NEW_REPORTS)
+    reports = layout_reports(EVIDENCE, NEW_REPORTS)
     tables = {
         "results": [result_line(report) for report in reports],
         "environment": list(

@@ -18,19 +18,24 @@ from h3lib.report import read_report
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: python -m h3lib.readme -->", "<!-- /results -->"
 _SIZES = ("tiny", "small", "full")
+_SAME_RUN = ("layout", "local_size", "size", "rows", "device", "backend", "weights")
 
 
-def layout_reports(folder: Path | str) -> list[dict]:
-    """The reports of `h3lib run` in a folder and below, by device, size, rows, ranks and layout.
+def layout_reports(*folders: Path | str) -> list[dict]:
+    """The reports of `h3lib run` in folders and below, by device, size, rows, ranks and layout.
 
-    Other JSON files (benchmarks) are passed over.
+    A report takes the place of one of the same run in an earlier folder. Other JSON files
+    (benchmarks) are passed over.
 
     **Raises:** ReportError for one that is not whole.
     """
-    paths = sorted(Path(folder).rglob("*.json"))
-    reports = [read_report(path) for path in paths if _is_layout_report(path)]
+    newest = {}
+    for path in (path for folder in folders for path in sorted(Path(folder).rglob("*.json"))):
+        if _is_layout_report(path):
+            report = read_report(path)
+            newest[tuple(report[key] for key in _SAME_RUN)] = report
     return sorted(
-        reports,
+        newest.values(),
         key=lambda r: (
             r["device"], _SIZES.index(r["size"]), r["rows"], r["num_ranks"],
             -Layout.parse(r["layout"]).tp, r["layout"],

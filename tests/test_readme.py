@@ -24,6 +24,13 @@ def test_reports_are_told_from_other_files_and_refused_when_cut_short(tmp_path):
         readme.layout_reports(tmp_path)
 
 
+def test_a_later_folder_takes_the_place_of_the_same_run():
+    evidence = readme.ROOT / "reports" / "cpu"
+    reports = readme.layout_reports(evidence)
+    assert readme.layout_reports(evidence, evidence) == reports
+    assert [report["num_ranks"] for report in reports] == [1, 2, 4, 8, 8, 8, 8]
+
+
 def test_a_table_is_written_between_the_markers():
     table = readme.markdown_table([{"a": "1", "b": "2"}])
     assert table == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
