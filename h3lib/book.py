@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             values = parse_parameters(options.notebook, dict(options.parameter))
-            runs = [Run(options.notebook, options.name, values, options.name)]
+            runs = [Run(options.notebook, options.name, values, options.name if values else None)]
         else:
             runs = plan()
         for run in runs:

@@ -18,7 +18,7 @@ from h3lib.report import read_report
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: python -m h3lib.readme -->", "<!-- /results -->"
 _SIZES = ("tiny", "small", "full")
-_SAME_RUN = ("layout", "local_size", "size", "rows", "device", "backend", "weights")
+_SAME_RUN = ("layout", "local_size", "size", "rows", "device", "backend")
 
 
 def layout_reports(*folders: Path | str) -> list[dict]:
@@ -33,7 +33,8 @@ def layout_reports(*folders: Path | str) -> list[dict]:
     for path in (path for folder in folders for path in sorted(Path(folder).rglob("*.json"))):
         if _is_layout_report(path):
             report = read_report(path)
-            newest[tuple(report[key] for key in _SAME_RUN)] = report
+            same = tuple(report[key] for key in _SAME_RUN)
+            newest[*same, *report["digests"].values()] = report
     return sorted(
         newest.values(),
         key=lambda r: (
@@ -68,7 +69,7 @@ def result_line(report: dict) -> dict[str, str]:
         "values equal": f"{sum(not t['different'] for t in tensors)} of {len(tensors)}",
         "elements compared": f"{total:,}",
         "different": f"{different:,}",
-        "control differs": f"{share:.0%}" if control["applicable"] else "not applicable",
+        "control differs": f"{share:.0%}" if control["applicable"] else "n/a",
     }
 
 
