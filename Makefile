@@ -44,7 +44,7 @@ lint: $(READY)
 	$(BIN)/python -m h3lib.readme --check
 
 lab: $(READY)  ## the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 clean:
 	rm -rf $(VENV) build book/runs book/_build
