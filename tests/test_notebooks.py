@@ -13,7 +13,7 @@ from h3lib.book import NOTEBOOKS, NotebookError, Run, execute, parse_parameters
 from h3lib.contract import LayoutError
 from h3lib.notebook import ParameterError, check_parameters
 
-ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS = sorted(NOTEBOOKS.glob("*.ipynb"))
+ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS, KERNELS = sorted(NOTEBOOKS.glob("0[1-6]_*.ipynb"))
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,26 @@ def test_the_results_page_shows_the_reports_of_a_folder(folders):
     assert "1 of 1 reports equal" in page.read_text()
 
 
+def test_the_kernels_page_shows_the_committed_files(folders):
+    text = execute(Run(KERNELS, "page")).read_text()
+    files = (book.ROOT / "reports" / "h200").glob("kernels-*-bits.json")
+    num_findings = sum(len(json.loads(path.read_text())["findings"]) for path in files)
+    assert f"{num_findings} of {num_findings} findings passed" in text
+    assert '"name": "stderr"' not in text
+
+
+def test_the_kernels_page_refuses_a_file_of_a_run_that_did_not_end(folders):
+    kernels = folders / "kernels"
+    kernels.mkdir()
+    for path in (book.ROOT / "reports" / "h200").glob("*.json"):
+        content = json.loads(path.read_text())
+        content["complete"] = path.stem != "block"
+        (kernels / path.name).write_text(json.dumps(content))
+    with pytest.raises(NotebookError, match="complete of block.json"):
+        execute(Run(KERNELS, "page", {"kernels": str(kernels)}))
+    assert not _pages(folders)
+
+
 @pytest.mark.parametrize(
     "parameters, word",
     [
@@ -125,6 +145,8 @@ def test_a_command_line_keeps_what_it_was_given():
         ("size", "huge"),
         ("report", "no/such/report.json"),
         ("evidence", "no/such/folder"),
+        ("kernels", "no/such/folder"),
+        ("kernels", ""),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_the_notebook(name, value):
