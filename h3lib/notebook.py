@@ -54,6 +54,10 @@ def _path(value: object) -> bool:
     return isinstance(value, str) and (not value or (ROOT / value).exists())
 
 
+def _folder(value: object) -> bool:
+    return isinstance(value, str) and value != "" and (ROOT / value).is_dir()
+
+
 CHECKS = {
     "layout": (lambda value: isinstance(Layout.parse(value), Layout), "a layout"),
     "size": _one_of(SIZES),
@@ -62,6 +66,7 @@ CHECKS = {
     "seed": _integer(0),
     "report": (_path, "the path of a report in this repository, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
+    "kernels": (_folder, "the path of a folder of benchmarks in this repository"),
 }
 
 

@@ -13,7 +13,7 @@ from h3lib.book import NOTEBOOKS, NotebookError, Run, execute, parse_parameters
 from h3lib.contract import LayoutError
 from h3lib.notebook import ParameterError, check_parameters
 
-ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS, KERNELS = sorted(NOTEBOOKS.glob("0[1-6]_*.ipynb"))
+ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS, KERNELS = sorted(NOTEBOOKS.glob("0[1-7]_*.ipynb"))
 
 
 @pytest.fixture(autouse=True)
