@@ -16,6 +16,7 @@ from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
 
+INTERRUPTED = 130
 _RANK_BYTES = 400 * 2**20  # one CPU rank of size tiny, resident, torch 2.13
 
 
@@ -37,7 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.set_defaults(main=_bench)
     options = parser.parse_args(arguments)
-    sys.exit(options.main(options))
+    try:
+        sys.exit(options.main(options))
+    except KeyboardInterrupt:
+        print("h3lib: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _add_run(commands) -> None:
@@ -45,7 +50,7 @@ def _add_run(commands) -> None:
         "run",
         help="run one block in a layout and compare every rank with one process alone",
         description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid "
-        "request, 3 a rank failed or timed out.",
+        "request, 3 a rank failed or timed out, 130 interrupted.",
     )
     parser.add_argument("--layout", required=True, help="e.g. tp4-cp2-sp or tp8-local4")
     parser.add_argument("--size", default="tiny", help=", ".join(SIZES))

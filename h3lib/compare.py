@@ -97,16 +97,21 @@ def _coordinate(flat: int, region: Region) -> list[int]:
 def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) -> list[dict]:
     """One entry a compared value, over all ranks: the `tensors` of a report.
 
-    `covered` says that the ranks' pieces together are the whole canonical tensor.
+    `covered` says that every rank shows its piece and that the pieces together are the whole.
+
+    **Raises:** ReportError for a value that is not canonical, or that a rank shows twice.
     """
     by_key: dict[Key, list[tuple[int, Difference]]] = {key: [] for key in canonical}
     for rank, differences in enumerate(ranks):
+        keys = [difference.key for difference in differences]
+        if len(set(keys)) != len(keys) or not set(keys) <= by_key.keys():
+            raise ReportError(f"values of rank {rank}", keys, "each canonical value once")
         for difference in differences:
             by_key[difference.key].append((rank, difference))
-    return [_summary(key, canonical[key], found) for key, found in by_key.items()]
+    return [_summary(key, canonical[key], found, len(ranks)) for key, found in by_key.items()]
 
 
-def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]]) -> dict:
+def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], num_ranks: int) -> dict:
     first = next(({"rank": rank, **d.first} for rank, d in found if d.first), None)
     pieces = {(d.region, d.start, d.total) for _, d in found}
     return {
@@ -116,7 +121,7 @@ def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]]) -> d
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "total": sum(d.total for _, d in found),
         "different": sum(d.different for _, d in found),
-        "covered": _covered(tuple(tensor.shape), pieces),
+        "covered": len(found) == num_ranks and _covered(tuple(tensor.shape), pieces),
         "first": first,
         "sha256": digest(tensor),
     }

@@ -29,9 +29,9 @@ from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportErr
 from h3lib.layout import Ownership
 from h3lib.model.inputs import block_inputs, block_weights, trace_block
 from h3lib.model.packing import pack
-from h3lib.model.trace import GRADIENT, NODE, Record
+from h3lib.model.trace import Record
 from h3lib.model.weights import digest
-from h3lib.parallel.control import CONTROL_KIND, RingControl
+from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
 from h3lib.parallel.gloo import GlooWorld, require_same, world_size
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.mesh import build_mesh, mesh_groups
@@ -154,16 +154,9 @@ class RankRun:
     def _control(self, canonical: CanonicalFile) -> dict:
         """The same run with a ring's order on one axis at a time must differ (contract, 7)."""
         layout, rank, axes = self.layout, self.world.rank, []
-        cuts = self.shard.owner.shard_row_cuts()
-        holders = sum(a < b for a, b in zip(cuts, cuts[1:], strict=False))
-        plans = (
-            ("tp", (NODE, "attn.out"), layout.tp > 1, tuple(layout.tp_group(rank))),
-            ("cp", (GRADIENT, "ff.net.2.weight"), holders > 1, tuple(layout.cp_group(rank))),
-        )
-        for axis, key, applicable, group in plans:
-            if not applicable:
-                continue
-            ring = RingControl(self.world.connect(group, rank))
+        groups = {"tp": layout.tp_group(rank), "cp": layout.cp_group(rank)}
+        for axis, key in control_axes(self.shard.owner).items():
+            ring = RingControl(self.world.connect(tuple(groups[axis]), rank))
             shard = replace(self.shard, mesh=replace(self.shard.mesh, **{axis: ring}))
             records = self._block(shard, backward=axis == "cp")
             found = [compare_record(r, canonical[key]) for r in records if (r.kind, r.name) == key]
@@ -217,7 +210,7 @@ class RankRun:
             "size": request.size,
             "rows": self.packed.num_rows,
             "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
-            "weights": request.weights if request.weights.startswith("synthetic") else "checkpoint",
+            "weights": request.weights if request.is_synthetic else "checkpoint",
             "seed": request.seed,
             "device": request.device,
             "backend": request.backend,
@@ -255,6 +248,8 @@ def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: N
     watchdog.daemon = True
     watchdog.start()
     try:
+        if os.environ.get("RANK", "0") == "0":
+            request.remove_old_report()
         request.check()
         return RankRun(request, progress).run()
     except PeerError as error:

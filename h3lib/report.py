@@ -18,8 +18,11 @@ import jsonschema
 import numpy
 import torch
 
-from h3lib.contract import ReportError
-from h3lib.model.trace import KINDS
+from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
+from h3lib.layout import Layout, Ownership
+from h3lib.model.block import block_values
+from h3lib.model.trace import GRADIENT, KINDS
+from h3lib.parallel.control import control_axes
 
 SCHEMA_VERSION = 1
 _COUNT = {"type": "integer", "minimum": 0}
@@ -104,30 +107,71 @@ REPORT_SCHEMA = _object(
 
 
 def check_report(report: object) -> None:
-    """**Raises:** ReportError for the first of schema, kinds, coverage, verdict, control."""
+    """**Raises:** ReportError for the first of schema, place, values, verdict, control."""
     errors = sorted(jsonschema.Draft202012Validator(REPORT_SCHEMA).iter_errors(report), key=str)
     if errors:
         error = jsonschema.exceptions.best_match(errors)
         where = "/".join(map(str, error.absolute_path)) or "report"
         raise ReportError(f"report field {where}", error.message, "the schema of h3lib.report")
-    tensors, control = report["tensors"], report["control"]
-    missing = set(KINDS) - {tensor["kind"] for tensor in tensors}
-    if missing:
-        raise ReportError("kinds of compared tensors", f"no {sorted(missing)}", ", ".join(KINDS))
-    for tensor in tensors:
+    owner = _check_place(report)
+    tensors = {(tensor["kind"], tensor["name"]): tensor for tensor in report["tensors"]}
+    _check_values(report, tensors)
+    for tensor in tensors.values():
         if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
             raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
+        if tensor["different"] > tensor["total"]:
+            raise ReportError(f"count of {tensor['name']}", tensor["different"], tensor["total"])
         if (tensor["different"] > 0) != (tensor["first"] is not None):
             raise ReportError(
                 f"first difference of {tensor['name']}", tensor["first"], tensor["different"]
             )
-    if report["equal"] != all(tensor["different"] == 0 for tensor in tensors):
+    if report["equal"] != all(tensor["different"] == 0 for tensor in tensors.values()):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
-    if control["applicable"] != bool(control["axes"]):
-        raise ReportError("control", control, "axes if and only if applicable")
-    for axis in control["axes"]:
-        if axis["different"] == 0:
-            raise ReportError(f"control of the {axis['axis']} axis", 0, "a control that differs")
+    _check_control(report["control"], control_axes(owner), tensors)
+
+
+def _check_place(report: dict) -> Ownership:
+    """Contract, layout, ranks and size are known and agree."""
+    if report["contract"] != PUBLISHED.id:
+        raise ReportError("contract", report["contract"], PUBLISHED.id)
+    try:
+        layout = Layout.parse(report["layout"])
+        model_size(report["size"])
+        owner = Ownership.of(layout, report["rows"], PUBLISHED)
+    except H3Error as error:
+        raise ReportError("report", str(error), "a layout, size and rows that exist") from error
+    ranks = (report["num_ranks"], report["local_size"])
+    accepted = (layout.num_ranks, layout.local_size or layout.num_ranks)
+    if ranks != accepted:
+        raise ReportError(f"ranks and local size of {layout.name}", ranks, accepted)
+    return owner
+
+
+def _check_values(report: dict, tensors: dict) -> None:
+    """Exactly the values that a traced block shows, each once and in its shape."""
+    timesteps = tensors.get((GRADIENT, "dtemb"), {"shape": [0]})["shape"][0]
+    expected = block_values(model_size(report["size"]), report["rows"], timesteps)
+    shapes = {key: tuple(tensor["shape"]) for key, tensor in tensors.items()}
+    if len(tensors) != len(report["tensors"]) or shapes != expected:
+        wrong = sorted(key for key in shapes | expected if shapes.get(key) != expected.get(key))
+        raise ReportError("compared values", wrong or "one twice", "each value of the block once")
+
+
+def _check_control(control: dict, expected: dict, tensors: dict) -> None:
+    """The axes that the layout and the rows imply, each different, with sums that agree."""
+    axes = {axis["axis"]: axis for axis in control["axes"]}
+    if list(axes) != list(expected) or control["applicable"] != bool(axes):
+        raise ReportError("axes of the control", list(axes), list(expected))
+    for name, axis in axes.items():
+        total = tensors[expected[name]]["total"]
+        if (axis["tensor"], axis["total"]) != (expected[name][1], total):
+            received = (axis["tensor"], axis["total"])
+            raise ReportError(f"control of the {name} axis", received, (expected[name][1], total))
+        if not 0 < axis["different"] <= total:
+            raise ReportError(f"control of the {name} axis", axis["different"], "some that differ")
+    for count in ("total", "different"):
+        if control[count] != sum(axis[count] for axis in control["axes"]):
+            raise ReportError(f"{count} of the control", control[count], "the sum over its axes")
 
 
 def _elements(shape: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from h3lib.model.weights import SyntheticWeights, WeightSource
 from h3lib.ops.backend import load_backend
 
 DEVICES = ("cpu", "cuda")
+MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 class RequestError(H3Error, ValueError):
@@ -56,14 +58,24 @@ class Request:
         if self.device == "cuda":
             require_cuda()
         load_backend(self.backend, self.device)
-        if not self.timeout_s > 0:
-            raise RequestError("timeout in seconds", self.timeout_s, "more than 0")
-        folder = Path(self.out).parent
-        if not folder.is_dir() or Path(self.out).is_dir():
-            raise RequestError("output file", self.out, "a file name in a folder that exists")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
+            raise RequestError("timeout in seconds", self.timeout_s, accepted)
         self.model_size.check(PUBLISHED, self.device)
         Ownership.of(self.parsed_layout, self.parsed_job.num_rows, PUBLISHED)
         self.source("cpu")
+
+    def remove_old_report(self) -> None:
+        """A report of an earlier run goes first: what is there afterwards is of this run.
+
+        **Raises:** RequestError if the place cannot be written.
+        """
+        folder, path = Path(self.out).parent, Path(self.out)
+        if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
+            raise RequestError(
+                "output file", self.out, "a file name in a folder that can be written"
+            )
+        path.unlink(missing_ok=True)
 
     @cached_property
     def parsed_layout(self) -> Layout:
@@ -92,9 +104,13 @@ class Request:
         match = re.fullmatch(r"synthetic(?::(\d+))?", self.weights)
         return int(match[1] or 0) if match else 0
 
+    @property
+    def is_synthetic(self) -> bool:
+        return re.fullmatch(r"synthetic(:\d+)?", self.weights) is not None
+
     def source(self, device: str) -> WeightSource:
         """Where the weights come from. **Raises:** CheckpointError listing every problem."""
-        if re.fullmatch(r"synthetic(:\d+)?", self.weights):
+        if self.is_synthetic:
             return SyntheticWeights(self.model_size, self.seed, device)
         if not Path(self.weights).is_dir():
             raise RequestError(

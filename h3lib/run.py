@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from dataclasses import asdict
@@ -29,13 +30,13 @@ def run(request: Request) -> int:
     A report of an earlier run at the same place is removed first, so that what is there afterwards
     is of this run.
     """
+    if launched():
+        return run_rank(request)
     try:
+        request.remove_old_report()
         request.check()
     except H3Error as error:
         return _say(REFUSED, str(error))
-    if launched():
-        return run_rank(request)
-    Path(request.out).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="h3lib-run-") as folder:
         status = _start(request, Path(folder))
     if status in (EQUAL, DIFFERENT):
@@ -72,10 +73,18 @@ def _start(request: Request, scratch: Path) -> int:
 
 
 def _tail(log: Path) -> str:
-    """What the ranks said themselves; the last lines of the log if they said nothing."""
+    """What the ranks said themselves, tracebacks too; else which ranks torchrun saw end."""
     lines = log.read_text(errors="replace").splitlines()
     own = list(dict.fromkeys(line for line in lines if line.startswith("h3lib: ")))
-    return "\n".join(own[:_LOG_LINES] or lines[-_LOG_LINES:]) or "a rank ended without a word"
+    if own and not own[0].endswith("Traceback (most recent call last):"):
+        return "\n".join(own[:_LOG_LINES])
+    if own:
+        start = lines.index(own[0])
+        return "\n".join(lines[start : start + 3 * _LOG_LINES])
+    ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", "\n".join(lines))
+    if ended:
+        return "; ".join(f"rank {rank} ended with exit code {code}" for code, rank in ended)
+    return "\n".join(lines[-_LOG_LINES:]) or "a rank ended without a word"
 
 
 def _say(status: int, message: str) -> int:

@@ -146,6 +146,14 @@ def test_a_rank_that_shows_fewer_rows_is_red_by_coverage():
     assert ("output", "out") in red(play(LAYOUT, ROWS, records=shorter))
 
 
+def test_a_rank_that_does_not_show_a_replicated_value_is_red():
+    def silent(rank, records):
+        return [r for r in records if not (rank and r.name in ("out", "dx"))]
+
+    found = red(play("tp4", ROWS, records=silent))
+    assert {("output", "out"), ("gradient", "dx")} <= found
+
+
 class _GlobalRankAsTpRank(SeqShard):
     @property
     def tp_rank(self):

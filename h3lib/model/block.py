@@ -20,14 +20,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h3lib.contract import NUM_MODALITIES, NUM_MODULATIONS, ModelSize
+from h3lib.contract import NUM_MODALITIES, NUM_MODULATIONS, ModelSize, OperandError
 from h3lib.layout import whole
 from h3lib.model.attention import Attention
 from h3lib.model.context import BlockContext, Rows
 from h3lib.model.feed_forward import FeedForward
-from h3lib.model.trace import GRADIENT, OUTPUT, Trace
+from h3lib.model.trace import (
+    GRADIENT,
+    NODE,
+    NODE_ROOTS,
+    NODES,
+    OUTPUT,
+    ROOT,
+    Key,
+    Trace,
+)
 from h3lib.model.weights import parameters
 from h3lib.ops import adaln, norm
+from h3lib.ops.backend import accumulator, check_operands, check_shape
 from h3lib.ops.gemm import linear_forward
 from h3lib.parallel.shard import SeqShard
 
@@ -41,6 +51,23 @@ def block_parameters(size: ModelSize) -> dict[str, tuple[tuple[int, ...], torch.
         for name, value in parameters(size).items()
         if name.startswith(BLOCK_PREFIX)
     }
+
+
+def block_values(size: ModelSize, num_rows: int, num_timesteps: int) -> dict[Key, tuple]:
+    """Global shape of everything that a traced block shows, by (kind, name)."""
+    rows = {"D": size.hidden_size, "A": size.inner_dim, "F": size.ffn_dim}
+    rows["N"] = size.num_attention_heads
+    shapes = {letter: (num_rows, width) for letter, width in rows.items()}
+    shapes["E"] = (num_timesteps, size.time_embed_dim)
+    shapes["m"] = (num_timesteps, size.adaln_dim)
+    shapes["table"] = (NUM_MODALITIES * num_timesteps, NUM_MODULATIONS, size.hidden_size)
+    values = {(OUTPUT, "out"): shapes["D"], (GRADIENT, "dx"): shapes["D"]}
+    values[GRADIENT, "dtemb"] = shapes["E"]
+    values |= {(NODE, name): shapes[letter] for name, letter in NODES.items()}
+    values |= {(ROOT, name): shapes[NODES[name]] for name in NODE_ROOTS}
+    for name, (shape, _) in block_parameters(size).items():
+        values |= {(GRADIENT, name): shape, (ROOT, name): shape}
+    return values
 
 
 @dataclass
@@ -77,6 +104,11 @@ class Block:
     def forward(self, x_SD: Tensor, temb_ME: Tensor, rows: Rows) -> Tensor:
         """The block's output `[S, D]`; keeps what the backward needs."""
         ctx = self.ctx
+        check_operands(x=x_SD, weights=ctx.weights["norm1.weight"])
+        check_shape("x", x_SD, len(ctx.shard.slice_rows), ctx.size.hidden_size)
+        check_shape("temb", temb_ME, None, ctx.size.time_embed_dim)
+        if temb_ME.dtype != accumulator(x_SD):
+            raise OperandError("dtype of temb", temb_ME.dtype, accumulator(x_SD))
         table = self._adaln_forward(temb_ME)
         modulation = table[rows.table_rows]  # [S, 6, D]
         self.norm1 = _ModulatedNorm(ctx, "norm1", "attn.in")

@@ -37,6 +37,7 @@ from h3lib.model.released import (
 from h3lib.model.weights import WeightSource, checked_region
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _ACCEPTED = "a released folder, diffusers or original key layout, with every shard that is needed"
 
 
@@ -282,6 +283,14 @@ def _read_header(path: Path) -> dict[str, dict]:
             end = max((offsets[1] for _, _, offsets in entries), default=0)
         except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
             raise ValueError(f"unreadable header: {error!r}") from error
+    at = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        size = math.prod(entry["shape"]) * _ITEM_BYTES.get(entry["dtype"], 0)
+        if start != at or (size and stop - start != size):
+            expected = [at, at + size]
+            raise ValueError(f"offsets of {name} are {[start, stop]}, its place is {expected}")
+        at = stop
     if num_bytes != 8 + length + end:
         what = "truncated" if num_bytes < 8 + length + end else "too long"
         raise ValueError(f"{what}: {num_bytes} bytes, the header describes {8 + length + end}")

@@ -71,7 +71,7 @@ def block_inputs(
     A row's values are keyed by its logical number, so a permuted or padded job has the same rows.
     """
     rows = LogicalRows.of(packed.logical_keys)
-    table = table_rows(packed.timestep_indices, packed.token_tags)
+    table = table_rows(packed.timestep_indices, packed.token_tags, len(packed.timestep))
     numbers = torch.arange(rows.num_rows, device=table.device)
     part = numbers[shard.slice_rows.start : shard.slice_rows.stop]
     x, dout = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from h3lib.contract import PUBLISHED, Contract, ModelSize
+from h3lib.contract import PUBLISHED, Contract, ContractError, ModelSize
 from h3lib.layout import region_shape
 from h3lib.model.block import Block, block_parameters
 from h3lib.model.context import Rows
@@ -63,6 +63,8 @@ class H3Block(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ):
         super().__init__()
+        if shard is not None and shard.contract != contract:
+            raise ContractError("contract of the shard", shard.contract.id, contract.id)
         self.size, self.shard, self.contract, self.backend = size, shard, contract, backend
         place = shard or SeqShard.canonical(1, contract)
         for name, (shape, _) in block_parameters(size).items():
@@ -74,7 +76,7 @@ class H3Block(nn.Module):
         shard = self.shard or SeqShard.canonical(rows.num_rows, self.contract)
         cos, sin = rope_table(rows.gather(packed.position_ids), self.size, x.dtype)
         own = slice(shard.shard_rows.start, shard.shard_rows.stop)
-        table = table_rows(packed.timestep_indices, packed.token_tags)
+        table = table_rows(packed.timestep_indices, packed.token_tags, len(temb))
         x, table = coshard(shard, rows, x, table)
         metadata = Rows(table, cos[own], sin[own])
         names, weights = zip(*self.named_parameters(), strict=True)

@@ -17,51 +17,25 @@ from h3lib.layout import Region, region_shape
 OUTPUT, ROOT, GRADIENT, NODE = "output", "root", "gradient", "node"
 KINDS = (OUTPUT, ROOT, GRADIENT, NODE)
 
-FORWARD_NODES = (
-    "adaln.s",
-    "adaln.m",
-    "norm1.out",
-    "attn.in",
-    "attn.q",
-    "attn.k",
-    "attn.v",
-    "attn.q_norm",
-    "attn.k_norm",
-    "attn.q_rope",
-    "attn.k_rope",
-    "attn.heads",
-    "attn.lse",
-    "attn.out",
-    "residual1",
-    "norm2.out",
-    "ff.in",
-    "ff.value",
-    "ff.gate",
-    "ff.swiglu",
-    "ff.out",
-)
-BACKWARD_NODES = (
-    "d.ff.out",
-    "d.ff.swiglu",
-    "d.ff.value",
-    "d.ff.gate",
-    "d.ff.in",
-    "d.norm2.out",
-    "d.residual1",
-    "d.attn.out",
-    "d.attn.heads",
-    "attn.delta",
-    "d.attn.q_rope",
-    "d.attn.k_rope",
-    "d.attn.v",
-    "d.attn.q",
-    "d.attn.k",
-    "d.attn.in",
-    "d.norm1.out",
-    "d.adaln.m",
-    "d.adaln.s",
-)
-NODES = FORWARD_NODES + BACKWARD_NODES
+NODES = {
+    # name: shape, as D, A, F, N columns of all rows, E or m of all timesteps, or the AdaLN table
+    **dict.fromkeys(("adaln.s", "d.adaln.s"), "E"),
+    "adaln.m": "m",
+    "d.adaln.m": "table",
+    **dict.fromkeys(
+        ("norm1.out", "attn.in", "attn.out", "residual1", "norm2.out", "ff.in", "ff.out"), "D"
+    ),
+    **dict.fromkeys(
+        ("d.ff.out", "d.ff.in", "d.norm2.out", "d.residual1", "d.attn.out", "d.attn.in"), "D"
+    ),
+    "d.norm1.out": "D",
+    **dict.fromkeys(("attn.q", "attn.k", "attn.v", "attn.q_norm", "attn.k_norm"), "A"),
+    **dict.fromkeys(("attn.q_rope", "attn.k_rope", "attn.heads", "d.attn.heads"), "A"),
+    **dict.fromkeys(("d.attn.q_rope", "d.attn.k_rope", "d.attn.q", "d.attn.k", "d.attn.v"), "A"),
+    **dict.fromkeys(("attn.lse", "attn.delta"), "N"),
+    **dict.fromkeys(("ff.value", "ff.gate", "ff.swiglu"), "F"),
+    **dict.fromkeys(("d.ff.value", "d.ff.gate", "d.ff.swiglu"), "F"),
+}
 NODE_ROOTS = ("attn.out", "ff.out", "d.ff.in", "d.attn.in", "d.adaln.m", "d.adaln.s")
 
 

@@ -17,8 +17,20 @@ from h3lib.ops.backend import accumulator, check_operands, check_shape, check_sh
 from h3lib.ops.swiglu import silu, silu_derivative
 
 
-def table_rows(timestep_indices: Tensor, token_tags: Tensor) -> Tensor:
-    """Row of the AdaLN table for each packed row, `[T]`: timestep * 3 + tag, padding's tag as 0."""
+def table_rows(timestep_indices: Tensor, token_tags: Tensor, num_timesteps: int) -> Tensor:
+    """Row of the AdaLN table for each packed row, `[T]`: timestep * 3 + tag, padding's tag as 0.
+
+    **Raises:** OperandError for a tag outside -1 to 2 or a timestep index that is not one.
+    """
+    check_shapes(timestep_indices=timestep_indices, token_tags=token_tags)
+    limits = {
+        "timestep index": (timestep_indices, 0, num_timesteps - 1),
+        "token tag": (token_tags, -1, NUM_MODALITIES - 1),
+    }
+    for name, (values, least, most) in limits.items():
+        outside = values[(values < least) | (values > most)]
+        if len(outside):
+            raise OperandError(name, outside[0].item(), f"{least} to {most}")
     return timestep_indices * NUM_MODALITIES + token_tags.clamp(min=0)
 
 

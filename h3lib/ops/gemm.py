@@ -57,6 +57,8 @@ def linear_forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     check_shape("w", w, None, x.shape[-1])
     if bias is not None:
         check_shape("bias", bias, len(w))
+        if bias.dtype not in (x.dtype, accumulator(x)):
+            raise OperandError("dtype of bias", bias.dtype, f"{x.dtype}, {accumulator(x)}")
     y = chain(x, w.transpose(0, 1))
     if bias is not None:
         y = y + bias.to(y.dtype)

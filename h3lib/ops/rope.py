@@ -20,6 +20,8 @@ def rope_table(position_ids: Tensor, size: ModelSize, dtype: torch.dtype) -> tup
     position_ids `[T, 3]` FP64, cast to FP32 first; angles in FP32. **Rounds:** cos and sin, once.
     """
     check_shape("position_ids", position_ids, None, 3)
+    if position_ids.dtype != torch.float64:
+        raise OperandError("dtype of position_ids", position_ids.dtype, torch.float64)
     steps = torch.arange(
         0, 2 * size.rope_freq_dim, 2, dtype=torch.float32, device=position_ids.device
     )

@@ -48,7 +48,8 @@ def run_ranks(
 ) -> int:
     """`python -m module arguments` on `num_ranks` ranks of this machine; torchrun's exit status.
 
-    Their output goes to `log`; `tick` is called a few times a second.
+    Their output goes to `log`, their temporary files beside it; `tick` is called a few times a
+    second.
 
     **Raises:** PeerError if they have not ended after `timeout_s`; then none is left running.
     """
@@ -65,7 +66,7 @@ def run_ranks(
         module,
         *arguments,
     ]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(log.parent)}
     deadline = time.monotonic() + timeout_s
     with log.open("w") as output:
         agent = subprocess.Popen(

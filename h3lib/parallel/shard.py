@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h3lib.contract import PUBLISHED, Contract, LayoutError
+from h3lib.contract import PUBLISHED, Contract, LayoutError, RowsError
 from h3lib.layout import Layout, Ownership, Region, whole
 from h3lib.parallel.collective import Observe
 from h3lib.parallel.mesh import Mesh, local_mesh
@@ -173,7 +173,11 @@ def coshard(shard: SeqShard, rows: LogicalRows, *packed: Tensor) -> list[Tensor]
 
     Rows and all their metadata go through here together, so they cannot part. Order and padding
     are resolved first: a padded row reaches no rank.
+
+    **Raises:** RowsError for another number of rows than the shard's layout was made for.
     """
+    if rows.num_rows != shard.owner.rows.num_rows:
+        raise RowsError("active rows", rows.num_rows, f"{shard.owner.rows.num_rows} as the shard")
     part = slice(shard.slice_rows.start, shard.slice_rows.stop)
     return [rows.gather(tensor)[part] for tensor in packed]
 

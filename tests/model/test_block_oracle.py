@@ -29,7 +29,7 @@ def _weights(dtype, size=TINY, seed=3):
 
 def _ours(size, weights, x, dout, temb, packed, contract=Contract()):  # noqa: B008
     cos, sin = rope_table(packed.position_ids, size, x.dtype)
-    rows = Rows(table_rows(packed.timestep_indices, packed.token_tags), cos, sin)
+    rows = Rows(table_rows(packed.timestep_indices, packed.token_tags, len(temb)), cos, sin)
     block = Block(size, SeqShard.canonical(len(x), contract), weights)
     out = block.forward(x, temb, rows)
     found = block.backward(dout)
@@ -44,7 +44,9 @@ def _theirs(size, weights, x, dout, temb, packed):
     block.load_state_dict(weights)
     cos, sin = (torch.cat((t, t), dim=-1) for t in rope_table(packed.position_ids, size, x.dtype))
     x, temb = x[None].clone().requires_grad_(), temb.clone().requires_grad_()
-    out = block(x, temb, table_rows(packed.timestep_indices, packed.token_tags), (cos, sin))
+    out = block(
+        x, temb, table_rows(packed.timestep_indices, packed.token_tags, len(temb)), (cos, sin)
+    )
     out.backward(dout[None])
     gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
     return {"out": out.detach()[0], "dx": x.grad[0], "dtemb": temb.grad, **gradients}

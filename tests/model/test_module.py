@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_support import SMALL_BLOCKS, TINY, canonical, packed_rows, padded, permuted
 
-from h3lib.contract import RowsError
+from h3lib.contract import ContractError, OperandError, RowsError
 from h3lib.model.block import BLOCK_PREFIX, Block, block_parameters
 from h3lib.model.inputs import block_inputs, block_weights, time_embedding
 from h3lib.model.module import H3Block, PackedRows
@@ -93,3 +93,29 @@ def test_without_a_trace_the_bytes_are_those_of_the_traced_block():
     gradients = {"dx": found.dx, "dtemb": found.dtemb, **found.parameters}
     for name, value in gradients.items():
         assert _bytes_equal(value, traced["gradient", name]), name
+
+
+def test_rows_and_contract_must_be_those_of_the_shard():
+    rows = PackedRows(PACKED.position_ids, PACKED.token_tags, PACKED.timestep_indices)
+    temb = time_embedding(TINY, SOURCE, PACKED.timestep)
+    with pytest.raises(RowsError, match="active rows: received 131; accepted: 64 as the shard"):
+        H3Block(TINY, SeqShard.canonical(64))(X, temb, rows)
+    with pytest.raises(ContractError, match="contract of the shard"):
+        H3Block(TINY, SeqShard.canonical(131), SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"token_tags": 3}, "token tag: received 3; accepted: -1 to 2"),
+        ({"timestep_indices": 2}, "timestep index: received 2; accepted: 0 to 1"),
+        ({"timestep_indices": -1}, "timestep index: received -1; accepted: 0 to 1"),
+    ),
+)
+def test_metadata_out_of_range_is_refused(change, words):
+    fields = {name: getattr(PACKED, name).clone() for name in ("token_tags", "timestep_indices")}
+    for name, value in change.items():
+        fields[name][5] = value
+    temb = time_embedding(TINY, SOURCE, PACKED.timestep)
+    with pytest.raises(OperandError, match=words):
+        H3Block(TINY)(X, temb, PackedRows(PACKED.position_ids, **fields))

@@ -34,7 +34,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_table_row_is_timestep_times_three_plus_tag_and_padding_counts_as_video():
-    found = table_rows(torch.tensor([0, 0, 0, 1, 2, 1]), torch.tensor([0, 1, 2, 0, 2, -1]))
+    found = table_rows(torch.tensor([0, 0, 0, 1, 2, 1]), torch.tensor([0, 1, 2, 0, 2, -1]), 3)
     assert found.tolist() == [0, 1, 2, 3, 8, 3]
 
 
