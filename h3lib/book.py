@@ -108,6 +108,8 @@ def execute(run: Run) -> Path:
 
     **Raises:** NotebookError for parameters that it lacks and for a run that did not finish.
     """
+    if not re.fullmatch(r"[\w.-]+", run.name):
+        raise NotebookError("name of a page", run.name, "letters, digits, '.', '_' and '-'")
     page, output = RUNS / f"{run.name}.ipynb", WORK / f"{run.name}.ipynb"
     for folder in (RUNS, WORK):
         folder.mkdir(parents=True, exist_ok=True)

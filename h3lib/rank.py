@@ -128,7 +128,7 @@ class RankRun:
     def _canonical(self) -> CanonicalFile:
         """Computed by the first rank of each machine, read by all ranks of that machine.
 
-        The file is removed as soon as all have it open, so that no end of the run leaves it.
+        The file is removed as soon as all have it open.
         """
         first = self.hosts.index(self.hosts[self.world.rank])
         path, failure = None, None

@@ -87,12 +87,14 @@ class H3Block(nn.Module):
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, module, shard, metadata, names, x, temb, *weights):
+        ctx.save_for_backward(x, temb, *weights)
         held = dict(zip(names, weights, strict=True))
         ctx.names, ctx.block = names, Block(module.size, shard, held, module.backend)
         return ctx.block.forward(x, temb, metadata)
 
     @staticmethod
     def backward(ctx, dout):
+        _ = ctx.saved_tensors  # raises if one was changed in place since the forward
         found = ctx.block.backward(dout.contiguous())
         parameters = (found.parameters[name] for name in ctx.names)
         return None, None, None, None, found.dx, found.dtemb, *parameters

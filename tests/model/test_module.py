@@ -119,3 +119,15 @@ def test_metadata_out_of_range_is_refused(change, words):
     temb = time_embedding(TINY, SOURCE, PACKED.timestep)
     with pytest.raises(OperandError, match=words):
         H3Block(TINY)(X, temb, PackedRows(PACKED.position_ids, **fields))
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed():
+    block = H3Block(TINY)
+    weights = {name: SOURCE.read(BLOCK_PREFIX + name) for name in block_parameters(TINY)}
+    block.load_state_dict(weights)
+    rows = PackedRows(PACKED.position_ids, PACKED.token_tags, PACKED.timestep_indices)
+    out = block(X, time_embedding(TINY, SOURCE, PACKED.timestep), rows)
+    with torch.no_grad():
+        block.norm1.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(DOUT)
