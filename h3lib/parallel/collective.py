@@ -113,10 +113,16 @@ class TreeCollective(Collective):
         return even_slices(num_elements, self.size)
 
     def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
+        roots = self._roots_of_slice(flat, leaf_cuts, slices)
+        return tree_sum(root_nodes(roots, leaf_cuts).get, range(leaf_cuts[-1]))
+
+    def _roots_of_slice(
+        self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]
+    ) -> list[Tensor]:
+        """Every rank's roots of the slice that is finished here, in rank order."""
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes)
-        return tree_sum(root_nodes(roots, leaf_cuts).get, range(leaf_cuts[-1]))
+        return self.transport.exchange([flat[:, a:b] for a, b in slices], shapes)
 
     def _gather_slices(self, part: Tensor, slices: list[tuple[int, int]]) -> Tensor:
         return gather_parts(self.transport, part, [b - a for a, b in slices])

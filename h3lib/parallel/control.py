@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h3lib.layout import Ownership
-from h3lib.parallel.collective import Cuts, TreeCollective, num_roots
+from h3lib.parallel.collective import Cuts, TreeCollective
 
 CONTROL_KIND = "bf16 all-reduce in ring order from the own rank"
 
@@ -33,9 +33,7 @@ class RingControl(TreeCollective):
     """A collective with the order of a ring; only the control uses it."""
 
     def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
-        start, stop = slices[self.rank]
-        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes)
+        roots = self._roots_of_slice(flat, leaf_cuts, slices)
         partials = [part.sum(dim=0).to(torch.bfloat16) for part in roots]
         total = partials[self.rank]
         for step in range(1, self.size):
