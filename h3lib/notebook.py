@@ -73,7 +73,10 @@ CHECKS = {
     "report": (_path, "the path of a report in this repository, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
     "traffic": _MEASURED,
+    "attention": _MEASURED,
     "gpus": _integer(1),
+    "nic_gb_s": _integer(1),
+    "nvlink_gb_s": _integer(1),
     "kernels": (_folder, "the path of a folder of benchmarks in this repository"),
 }
 
