@@ -72,6 +72,7 @@ CHECKS = {
     "seed": _integer(0),
     "report": (_path, "the path of a report in this repository, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
+    "measured": _MEASURED,
     "traffic": _MEASURED,
     "attention": _MEASURED,
     "gpus": _integer(1),
