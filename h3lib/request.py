@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class Request:
             raise RequestError(
                 "local size", self.local_size, f"{layout.local_size} as in {self.layout}"
             )
-        return Layout(layout.tp, layout.cp, layout.sp, self.local_size)
+        return replace(layout, local_size=self.local_size)
 
     @cached_property
     def model_size(self) -> ModelSize:
