@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
-        help="run one block in a layout and compare every rank with one process alone",
+        help="run a block or the model in a layout, compare every rank with one process alone",
         description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid "
         "request, 3 a rank failed or timed out, 130 interrupted.",
     )
@@ -61,7 +61,17 @@ def _add_run(commands) -> None:
     parser.add_argument(
         "--weights", default="synthetic", help="synthetic[:SEED] or a released checkpoint folder"
     )
-    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument(
+        "--blocks",
+        default=1,
+        metavar="N",
+        help="1: block 0 alone; more, or all: the whole model with its first N blocks",
+    )
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="save the inputs of the blocks alone, compute each again in the backward",
+    )
     parser.add_argument(
         "--local-size",
         type=int,

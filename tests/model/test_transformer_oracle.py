@@ -8,9 +8,13 @@ from block_support import KEYFRAMES, TINY, packed_rows
 from model_support import error, inputs_in, ours, output_gradients, theirs, weights_in
 
 from h3lib.contract import SIZES
-from h3lib.model.packing import pack
+from h3lib.model.packing import Job, pack
 
-JOBS = {"264 rows": packed_rows(264), "keyframes": pack(KEYFRAMES), "small": packed_rows(41)}
+JOBS = {  # one row of text would have no gradient of q and k in the refiner
+    "264 rows": packed_rows(264),
+    "keyframes": pack(KEYFRAMES),
+    "small": pack(Job.parse("64x64x5", text_rows=12)),
+}
 
 
 @functools.cache
@@ -25,6 +29,7 @@ def _exact(job: str) -> dict:
     return ours(*_case(job, torch.float64))
 
 
+FP32_SUM = 2.0**-22  # of up to 256 terms; the heads' bias gradients meet no BF16 at all
 CASES = ("264 rows", "keyframes", pytest.param("small", marks=pytest.mark.slow))
 
 
@@ -48,4 +53,5 @@ def test_bf16_is_as_close_to_fp64_as_diffusers_in_bf16(job):
     found, reference = ours(*_case(job, torch.bfloat16)), theirs(*_case(job, torch.bfloat16))
     for name, exact in _exact(job).items():
         ours_off, theirs_off = error(found[name], exact), error(reference[name], exact)
-        assert ours_off < 0.08 and ours_off < 2 * theirs_off, (name, ours_off, theirs_off)
+        most = max(2 * theirs_off, 4 * FP32_SUM)
+        assert ours_off < 0.08 and ours_off < most, (name, ours_off, theirs_off)
