@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_generate(commands)
     layouts = commands.add_parser(
         "layouts", help="list the layouts that this machine can run, and why not the rest"
     )
@@ -52,6 +53,31 @@ def _add_run(commands) -> None:
         description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid "
         "request, 3 a rank failed or timed out, 130 interrupted.",
     )
+    _add_request(parser, blocks="1")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="save the inputs of the blocks alone, compute each again in the backward",
+    )
+    parser.set_defaults(main=_run)
+
+
+def _add_generate(commands) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="run a generation in a layout, compare every step on every rank, and its replay",
+        description="Every velocity and latent of the rollout, and of each step replayed as "
+        "training computes it, against one process alone. Exit status as of `run`.",
+    )
+    _add_request(parser, blocks="all")
+    parser.add_argument(
+        "--points", type=int, default=5, metavar="N", help="grid points; N - 1 steps (default 5)"
+    )
+    parser.set_defaults(main=_run)
+
+
+def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
+    """What a run in a layout is asked for."""
     parser.add_argument("--layout", required=True, help="e.g. tp4-cp2-sp or tp8-local4")
     parser.add_argument("--size", default="tiny", help=", ".join(SIZES))
     what = parser.add_mutually_exclusive_group(required=True)
@@ -63,14 +89,9 @@ def _add_run(commands) -> None:
     )
     parser.add_argument(
         "--blocks",
-        default=1,
+        default=blocks,
         metavar="N",
-        help="1: block 0 alone; more, or all: the whole model with its first N blocks",
-    )
-    parser.add_argument(
-        "--recompute",
-        action="store_true",
-        help="save the inputs of the blocks alone, compute each again in the backward",
+        help="whole model with its first N blocks, or all; `run --blocks 1`: block 0 alone",
     )
     parser.add_argument(
         "--local-size",
@@ -88,7 +109,6 @@ def _add_run(commands) -> None:
         "same commit, inputs, device and software left them (the report says which)",
     )
     parser.add_argument("--out", required=True, metavar="FILE.json")
-    parser.set_defaults(main=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from h3lib.canonical import (
 from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
+from h3lib.model.generation import first_different_step
 from h3lib.model.program import Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
@@ -81,7 +82,8 @@ class RankRun:
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
         now = time.monotonic()
-        self.seconds[self.phase] += now - self.phase_started
+        before = self.seconds.get(self.phase, 0.0)
+        self.seconds[self.phase] = before + now - self.phase_started
         self.phase, self.phase_started = name, now
         self.progress(name)
 
@@ -103,7 +105,7 @@ class RankRun:
         # what one process does not ask
         alone = ("layout", "local_size", "timeout_s", "canonical", "recompute")
         self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
-        self.program = request.program(self.device, request.recompute)
+        self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
@@ -140,7 +142,8 @@ class RankRun:
                 reused = path.exists()
                 if not reused:
                     shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-                    records = self._records(shard, self.request.program(self.device))
+                    program = self.request.program(self.device, canonical=True)
+                    records = self._records(shard, program)
                     save_canonical(canonical_tensors(records), path)
                     del records
             except Exception as error:  # every rank must hear of it, or the others wait
@@ -192,7 +195,7 @@ class RankRun:
         failure = None
         if self.world.rank == 0:
             try:
-                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in PHASES}
+                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in seconds[0]}
                 write_report(self._content(canonical, ranks, control, slowest), self.request.out)
             except (H3Error, OSError) as error:
                 failure = str(error)
@@ -219,6 +222,7 @@ class RankRun:
             "rows": self.packed.num_rows,
             "blocks": request.num_blocks,
             "recompute": request.recompute,
+            **self._generation(tensors),
             "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
             "weights": request.weights if request.is_synthetic else "checkpoint",
             "seed": request.seed,
@@ -233,6 +237,13 @@ class RankRun:
             "timings_s": seconds,
             "complete": True,
         }
+
+    def _generation(self, tensors: list[dict]) -> dict:
+        """Grid points, and the first step that differs, of a generation; nothing for other runs."""
+        if self.request.points is None:
+            return {}
+        first = first_different_step(tensors)
+        return {"points": self.request.points, "first_different_step": first}
 
     def _digests(self) -> dict:
         """SHA-256 over the digests of all weights, by name, and of all inputs."""

@@ -20,8 +20,9 @@ import torch
 
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
 from h3lib.layout import Layout, Ownership
+from h3lib.model.generation import REPLAY, first_different_step, make_program
 from h3lib.model.packing import Job, pack
-from h3lib.model.program import Program, make_program
+from h3lib.model.program import Program
 from h3lib.model.trace import KINDS
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.control import control_axes
@@ -82,6 +83,7 @@ _ENVIRONMENT = _object(
     }
 )
 PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
+_SECONDS = {"type": "number", "minimum": 0}
 REPORT_SCHEMA = _object(
     {
         "schema": {"const": SCHEMA_VERSION},
@@ -102,13 +104,15 @@ REPORT_SCHEMA = _object(
         "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
         "equal": {"type": "boolean"},
         "control": _CONTROL,
-        "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
+        "timings_s": _object(dict.fromkeys(PHASES, _SECONDS), {REPLAY: _SECONDS}),
         "complete": {"const": True},
     },
     {
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
+        "points": {"type": "integer", "minimum": 2},
+        "first_different_step": {"type": ["integer", "null"]},
     },
 )
 
@@ -135,6 +139,10 @@ def check_report(report: object) -> None:
             )
     if report["equal"] != all(tensor["different"] == 0 for tensor in tensors.values()):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
+    if "points" in report:
+        first, told = first_different_step(report["tensors"]), report.get("first_different_step")
+        if first != told:
+            raise ReportError("first step that differs", told, f"{first} as the tensors say")
     _check_control(report["control"], control_axes(owner, program.control_keys()), tensors)
 
 
@@ -162,7 +170,8 @@ def program_of(report: dict) -> Program:
         del job["name"]
         job |= {"keyframes": tuple(job["keyframes"]), "vision_rows": ()}
         packed = pack(Job(**job))
-        program = make_program(size, report.get("blocks", 1), SyntheticWeights(size), packed)
+        blocks, points = report.get("blocks", 1), report.get("points")
+        program = make_program(size, blocks, SyntheticWeights(size), packed, points=points)
         program.check_layout(Layout.parse(report["layout"]))
     except (H3Error, TypeError, KeyError) as error:
         raise ReportError("program of the report", str(error), "a job, blocks and size") from error

@@ -14,9 +14,10 @@ from h3lib.contract import PUBLISHED, H3Error, ModelSize, RowsError, model_size
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import CheckpointWeights
+from h3lib.model.generation import make_program
 from h3lib.model.inputs import TIME_EMBEDDER
 from h3lib.model.packing import Job, job_for_rows, pack
-from h3lib.model.program import Program, make_program
+from h3lib.model.program import Program
 from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
 from h3lib.report import git_commit, git_dirty
@@ -41,6 +42,7 @@ class Request:
 
     `blocks` 1 is block 0 alone with its nodes; N more is the whole model with its first N blocks,
     "all" with all of them. `recompute`: save the blocks' inputs alone, in the layout's own run.
+    With `points`, a generation of that many grid points by the model with its first N blocks.
     """
 
     layout: str
@@ -52,6 +54,7 @@ class Request:
     weights: str = "synthetic"
     blocks: int | str = 1
     recompute: bool = False
+    points: int | None = None
     local_size: int | None = None
     timeout_s: float = 600.0
     backend: str = "eager"
@@ -60,8 +63,8 @@ class Request:
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""
         _ = self.num_blocks
-        if self.recompute and self.num_blocks == 1:
-            accepted = "with --blocks 2 or more: one block alone has nothing to save"
+        if self.recompute and (self.num_blocks == 1 or self.points is not None):
+            accepted = "with --blocks 2 or more, and not in a generation"
             raise RequestError("recompute", self.recompute, accepted)
         if self.device not in DEVICES:
             raise RequestError("device", self.device, ", ".join(DEVICES))
@@ -121,10 +124,13 @@ class Request:
             return int(self.blocks)
         raise RequestError("blocks", self.blocks, f"1 to {layers} of {self.size}, or all")
 
-    def program(self, device: str, recompute: bool = False) -> Program:
-        """What every rank computes. **Raises:** CheckpointError listing every problem."""
+    def program(self, device: str, canonical: bool = False) -> Program:
+        """What every rank computes, or what one process alone does.
+
+        **Raises:** CheckpointError listing every problem.
+        """
         packed, source = pack(self.parsed_job).to(device), self.source(device)
-        given = (source, packed, self.seed, self.backend, recompute)
+        given = (source, packed, self.seed, self.backend, self.recompute, self.points, canonical)
         return make_program(self.model_size, self.num_blocks, *given)
 
     @cached_property
@@ -151,7 +157,7 @@ class Request:
             raise RequestError(
                 "weights", self.weights, "synthetic, synthetic:SEED or a checkpoint folder"
             )
-        if self.num_blocks == 1:
+        if self.num_blocks == 1 and self.points is None:
             block = block_parameters(self.model_size)
             names = [*TIME_EMBEDDER, *(BLOCK_PREFIX + name for name in block)]
         else:

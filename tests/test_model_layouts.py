@@ -37,7 +37,7 @@ def _play(layout, rows=132, layers=2, contract=PUBLISHED, program=None, **mutant
 
 
 @pytest.mark.parametrize(
-    "layout", ("tp2", "tp8-local4", "tp4-cp2", "tp4-cp2-sp", "cp3", "cp8", "tp2-cp4-sp-local4")
+    "layout", ("tp2", "tp8-local4", "tp4-cp2-sp", "cp3", "cp8", "tp2-cp4-sp-local4")
 )
 def test_layouts(layout):
     assert _play(layout) == set()

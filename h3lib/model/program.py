@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from h3lib.model.inputs import (
 from h3lib.model.packing import Packed
 from h3lib.model.trace import GRADIENT, NODE, Key, ModelTrace, Record
 from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS, Transformer, model_values
-from h3lib.model.weights import WeightSource
+from h3lib.model.weights import WeightSource, parameters
 from h3lib.parallel.shard import SeqShard
 
 Step = Callable[[str], None]
@@ -129,24 +129,9 @@ class ModelProgram(Program):
 
     def given(self) -> tuple[Iterator[tuple[str, Tensor]], Iterator[Tensor]]:
         inputs, packed = model_inputs(self.size, self.packed, self.seed), self.packed
-        weights = ((name, self.source.read(name)) for name in self.values_of_parameters())
+        weights = ((name, self.source.read(name)) for name in parameters(self.size))
         tensors = (
             inputs.video, inputs.audio, inputs.text, *output_gradients(inputs, self.seed),
             packed.position_ids, packed.token_tags, packed.timestep, packed.timestep_indices,
         )  # fmt: skip
         return weights, iter(tensors)
-
-    def values_of_parameters(self) -> Iterator[str]:
-        """Names of the parameters of the model, which may be shorter than the checkpoint's."""
-        return (name for kind, name in self.values() if kind == GRADIENT and name[:2] != "d.")
-
-
-def make_program(
-    size: ModelSize, num_blocks: int, source: WeightSource, packed: Packed, seed: int = 0,
-    backend: str = "eager", recompute: bool = False,
-) -> Program:  # fmt: skip
-    """Block 0 alone for one block, else the model with its first `num_blocks` blocks."""
-    if num_blocks == 1:
-        return BlockProgram(size, source, packed, seed, backend)
-    shorter = replace(size, num_layers=num_blocks)
-    return ModelProgram(shorter, source, packed, seed, backend, recompute)
