@@ -33,7 +33,7 @@ from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
 from h3lib.model.generation import first_different_step
-from h3lib.model.program import Program
+from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
@@ -229,7 +229,7 @@ class RankRun:
             "device": request.device,
             "backend": request.backend,
             "environment": self.environment,
-            "digests": self._digests(),
+            **self._digests(),
             "tensors": tensors,
             "equal": all(tensor["different"] == 0 for tensor in tensors),
             "control": control,
@@ -246,10 +246,15 @@ class RankRun:
         return {"points": self.request.points, "first_different_step": first}
 
     def _digests(self) -> dict:
-        """SHA-256 over the digests of all weights, by name, and of all inputs."""
+        """SHA-256 over the digests of all weights, by name, and of all inputs; those of each weight
+        where there are more than one block's."""
         weights, inputs = self.program.given()
-        names = sorted(f"{name} {digest(weight)}" for name, weight in weights)
-        return {"weights": _digest_of(*names), "inputs": _digest_of(*map(digest, inputs))}
+        by_name = {name: digest(weight) for name, weight in weights}
+        lines = sorted(f"{name} {sha256}" for name, sha256 in by_name.items())
+        digests = {"weights": _digest_of(*lines), "inputs": _digest_of(*map(digest, inputs))}
+        if isinstance(self.program, BlockProgram):
+            return {"digests": digests}
+        return {"digests": digests, "weight_digests": by_name}
 
 
 def _digest_of(*parts: str) -> str:
