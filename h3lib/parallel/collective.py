@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.parallel.transport import Call, Cuts, LocalTransport, Slice, Transport, num_roots
+from h3lib.parallel.transport import Call, Cuts, Level, LocalTransport, Slice, num_roots
 
 Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
@@ -141,9 +141,9 @@ def _reduction(name: str, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype) ->
 
 
 class TreeCollective(Collective):
-    """One transport: every rank finishes one slice (two-shot), or all of them all (one-shot)."""
+    """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: Level):
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
@@ -176,8 +176,8 @@ class LocalCollective(TreeCollective):
         super().__init__(LocalTransport())
 
 
-def gather_slices(transport: Transport, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-    """All elements from the slices of a transport's ranks; nothing moves if each has them all."""
-    if transport.size > 1 and len(set(slices)) == 1:
+def gather_slices(level: Level, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
+    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
+    if level.size > 1 and len(set(slices)) == 1:
         return part
-    return transport.gather(part, [b - a for a, b in slices], call)
+    return level.gather(part, [b - a for a, b in slices], call)

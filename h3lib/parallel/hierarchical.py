@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h3lib.parallel.collective import Collective, gather_slices
-from h3lib.parallel.transport import Call, Cuts, Slice, Transport, num_roots
+from h3lib.parallel.transport import Call, Cuts, Level, Slice, num_roots
 
 
 class HierarchicalCollective(Collective):
@@ -21,7 +21,7 @@ class HierarchicalCollective(Collective):
     `local` joins the ranks of one node, `nodes` the equal local ranks of all nodes.
     """
 
-    def __init__(self, local: Transport, nodes: Transport):
+    def __init__(self, local: Level, nodes: Level):
         self.local, self.nodes = local, nodes
         self.size = local.size * nodes.size
         self.rank = nodes.rank * local.size + local.rank

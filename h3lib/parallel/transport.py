@@ -1,8 +1,8 @@
 """Transports move bytes between the ranks of one group.
 
-One primitive is enough: `exchange`, an all-to-all of parts of any size. It never adds. `gather` is
-an exchange alone, `finish` an exchange followed by the adds of `ops/tree.py`; a transport that can
-do either in one pass (`peer.py`) replaces it and gives the same bytes.
+One primitive is enough: `exchange`, an all-to-all of parts of any size. It never adds. A level of a
+collective needs two things: `gather`, an exchange alone, and `finish`, an exchange followed by the
+adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an exchange.
 """
 
 from __future__ import annotations
@@ -36,33 +36,21 @@ class Call:
     row_cuts: tuple[int, ...] = ()
 
 
-class Transport(abc.ABC):
-    """The ranks of one group, seen from one of them; `rank` and `size` count inside the group."""
+class Level(abc.ABC):
+    """The ranks of one group at one level of the hierarchy, seen from one of them."""
 
     rank: int
     size: int
-
-    @abc.abstractmethod
-    def exchange(
-        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
-    ) -> list[Tensor]:
-        """Send `parts[r]` to rank r; receive from each rank r, in order, a tensor of `shapes[r]`.
-
-        All parts have one dtype and device; parts may be empty. `call` says on whose behalf.
-
-        **Order:** none, nothing is added. **Raises:** PeerError on every rank if calls differ, what
-        one rank sends is not what its peer expects, or a peer fails or does not answer in time.
-        """
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
         return even_slices(num_elements, self.size)
 
+    @abc.abstractmethod
     def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
-        """The parts `[lengths[r]]` of every rank, one after the other."""
-        shapes = [(length,) for length in lengths]
-        return torch.cat(self.exchange([part] * self.size, shapes, call))
+        """The parts `[lengths[r]]` of every rank, one after the other. **Raises:** as `finish`."""
 
+    @abc.abstractmethod
     def finish(
         self,
         flat: Tensor,
@@ -76,10 +64,41 @@ class Transport(abc.ABC):
 
         The members own the leaves `[cuts[first + r], cuts[first + r + 1])`; `flat` holds this
         rank's subtree roots, and `parts[r]` the slices of the n elements that rank r finishes.
+        `call` says on whose behalf.
 
-        **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:** as
-        `exchange`.
+        **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
+        PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
+
+
+class Transport(Level):
+    """A level that moves bytes by `exchange`; `rank` and `size` count inside the group."""
+
+    @abc.abstractmethod
+    def exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
+    ) -> list[Tensor]:
+        """Send `parts[r]` to rank r; receive from each rank r, in order, a tensor of `shapes[r]`.
+
+        All parts have one dtype and device; parts may be empty.
+
+        **Order:** none, nothing is added. **Raises:** PeerError on every rank if calls differ, what
+        one rank sends is not what its peer expects, or a peer fails or does not answer in time.
+        """
+
+    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+        shapes = [(length,) for length in lengths]
+        return torch.cat(self.exchange([part] * self.size, shapes, call))
+
+    def finish(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        first: int,
+        parts: Sequence[Sequence[Slice]],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
         length = sum(stop - start for start, stop in parts[self.rank])
         roots = self.exchange(
             [torch.cat([flat[:, a:b] for a, b in part], dim=1) for part in parts],

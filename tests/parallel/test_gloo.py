@@ -76,27 +76,46 @@ def error_of(function, *args) -> str:
     return ""
 
 
+def wrong_shape(transport) -> None:
+    parts = [torch.zeros(1 + (transport.rank == 2 and r == 1)) for r in range(4)]
+    transport.exchange(parts, [(1,)] * 4)
+
+
+def wrong_dtype(transport) -> None:
+    parts = [torch.zeros(1, dtype=BF16 if transport.rank == 2 else F32)] * 4
+    transport.exchange(parts, [(1,)] * 4)
+
+
+def wrong_columns(transport) -> None:
+    """As many elements on every rank, in another shape on one."""
+    shape = (2, 3, 4) if transport.rank == 2 else (2, 4, 3)
+    TreeCollective(transport).all_gather_rows(torch.zeros(shape), [0, 2, 4, 6, 8])
+
+
+def disagree(function) -> tuple[str, str, list[int]]:
+    """The error of a disagreement, of the next use of that world, and what a new world gives."""
+    world = GlooWorld(GROUPS, 40.0)
+    transport = world.connect(WHOLE, world.rank)
+    first = error_of(function, transport)
+    second = error_of(transport.exchange, [torch.zeros(1)] * 4, [(1,)] * 4)
+    world.close()
+    world = GlooWorld(GROUPS, 40.0)
+    parts = world.connect(WHOLE, world.rank).exchange([torch.tensor([world.rank])] * 4, [(1,)] * 4)
+    world.close()
+    return first, second, [part.item() for part in parts]
+
+
 def agree(world: GlooWorld, folder: Path) -> dict:
-    """The world of four: all that works, and disagreements after which it still works."""
+    """The world of four: all that works, then disagreements, each in a world of its own."""
     rank = world.rank
 
     def connect(ranks):
         return world.connect(ranks, rank)
 
-    def wrong_shape():
-        parts = [torch.zeros(1 + (rank == 2 and r == 1)) for r in range(4)]
-        connect(WHOLE).exchange(parts, [(1,)] * 4)
-
-    def wrong_dtype():
-        parts = [torch.zeros(1, dtype=BF16 if rank == 2 else F32)] * 4
-        connect(WHOLE).exchange(parts, [(1,)] * 4)
-
     found = {
         "launched": launched(),
         "ranks": (world.rank, world.size),
         "empty": connect(WHOLE).exchange([torch.zeros(0, 3)] * 4, [(0, 3)] * 4),
-        "wrong shape": error_of(wrong_shape),
-        "wrong dtype": error_of(wrong_dtype),
         "same": error_of(require_same, world, dict(SAME)),
         "other": error_of(require_same, world, SAME | ({"torch": "1"} if rank == 2 else {})),
         "objects": world.gather_objects({"rank": rank}),
@@ -107,6 +126,9 @@ def agree(world: GlooWorld, folder: Path) -> dict:
     if rank:
         three = connect((1, 2, 3))
         found["three"] = three.rank, three.exchange([torch.tensor([rank])] * 3, [(1,)] * 3)
+    world.close()
+    for function in (wrong_shape, wrong_dtype, wrong_columns):
+        found[function.__name__] = disagree(function)
     return found
 
 
@@ -157,8 +179,6 @@ def rank_main(name: str, folder: Path) -> None:
         found = {"agree": agree, "killed": killed, "late": late}[name](world, folder)
     torch.save(found, folder / f"{rank}.tmp")
     os.replace(folder / f"{rank}.tmp", folder / f"{rank}.pt")
-    if name == "agree":
-        world.close()
     os._exit(0)  # do not wait for peers that are gone
 
 
@@ -271,16 +291,23 @@ def test_flat_and_hierarchical_give_the_same_bytes(agreed):
         assert same_bytes(found["flat sum"], agreed[0]["flat sum"])
 
 
-def test_mismatched_shapes_raise_on_every_rank_and_name_the_ranks(agreed):
-    for found in agreed:
-        assert found["wrong shape"] == (
-            "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)"
-        )
+DISAGREEMENTS = {
+    "wrong_shape": "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)",
+    "wrong_dtype": "dtypes of one exchange: received ['torch.bfloat16', 'torch.float32']; "
+    "accepted: one dtype on every rank",
+    "wrong_columns": "shape of all_gather_rows on rank 2 of the group: received (8, 3, 4); "
+    "accepted: (8, 4, 3) as on rank 0 of the group",
+}
 
 
-def test_mismatched_dtypes_raise_on_every_rank(agreed):
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_the_same_error_on_every_rank_and_ends_the_world(agreed, name):
     for found in agreed:
-        assert found["wrong dtype"].startswith("dtypes of one exchange: received ['torch.bfloat16'")
+        first, second, parts = found[name]
+        assert first == DISAGREEMENTS[name]
+        used = f"a use after: {first}"
+        assert second == f"process group: received {used!r}; accepted: a new process group"
+        assert parts == [0, 1, 2, 3]
 
 
 def test_a_peer_that_differs_is_named_on_every_rank(agreed):
@@ -289,21 +316,24 @@ def test_a_peer_that_differs_is_named_on_every_rank(agreed):
         assert found["other"] == "torch of rank 2: received '1'; accepted: '2' as on rank 0"
 
 
-def test_a_killed_peer_raises_on_the_others_before_the_timeout(worlds):
+def test_a_killed_peer_is_named_before_the_timeout(worlds):
     statuses, found = worlds["killed"]
     assert statuses == [0, -signal.SIGKILL, 0]
     assert found[1] is None
     for rank in (0, 2):
-        assert found[rank]["error"].startswith("peer rank: received 'failed or late: ")
+        assert found[rank]["error"] == (
+            "rank 1 in an exchange: received 'its process ended'; accepted: an answer in 40 s"
+        )
         assert found[rank]["waited_s"] < 30
 
 
-def test_a_peer_that_does_not_come_raises_after_the_timeout(worlds):
+def test_a_peer_that_does_not_come_is_named_after_the_timeout(worlds):
     statuses, found = worlds["late"]
     assert statuses == [0, 0]
-    assert found[0]["error"].startswith("peer rank: received 'failed or late: ")
-    assert found[0]["error"].endswith("accepted: an answer in time")
-    assert 2 < found[0]["waited_s"] < 30
+    assert found[0]["error"] == (
+        "rank 1 in an exchange: received 'late: it did not come'; accepted: an answer in 3 s"
+    )
+    assert 3 <= found[0]["waited_s"] < 3 + 5
 
 
 def test_a_world_that_is_not_complete_raises_after_the_timeout(worlds):
