@@ -105,6 +105,10 @@ class GlooWorld:
             self.error = self._verdicts.publish(error)
         return self.error
 
+    def has_verdict(self) -> bool:
+        """Whether some rank has settled on a failure."""
+        return self._verdicts.published()
+
     def error_after(self) -> PeerError:
         return PeerError("process group", f"a use after: {self.error}", "a new process group")
 

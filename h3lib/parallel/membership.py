@@ -66,15 +66,24 @@ class Members:
     def hosts(self) -> list[str]:
         return [place.host for place in self.places]
 
+    def ended(self, rank: int) -> bool:
+        """Whether the rank's process is known to have ended."""
+        return self._state(rank) == ""
+
     def fault(self, rank: int) -> str | None:
         """What is wrong with the rank's process, None if it runs or cannot be seen."""
+        state = self._state(rank)
+        if state == "":
+            return "its process ended"
+        return "its process is stopped" if state in ("T", "t") else None
+
+    def _state(self, rank: int) -> str | None:
+        """State letter, empty for an ended process, None for one that cannot be seen."""
         if not self._visible[rank]:
             return None
         place = self.places[rank]
         state, start = _stat(place.pid)
-        if start != place.start or state in "ZX":
-            return "its process ended"
-        return "its process is stopped" if state in "Tt" else None
+        return "" if start != place.start or state in ("Z", "X") else state
 
 
 class Verdicts:
@@ -93,13 +102,19 @@ class Verdicts:
         except RuntimeError:  # the store is gone: nobody is left to agree with
             return error
 
+    def published(self) -> bool:
+        try:
+            return self.store.check(["verdict"])
+        except RuntimeError:
+            return False
+
     def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
         """The verdict on a collective of `ranks` that failed here; `entered` is of `time.time`."""
         deadline = entered + self.timeout_s + GRACE_S
         try:
             self.store.set(f"entered/{self.rank}", str(entered))
             while True:
-                if self.store.check(["verdict"]):
+                if self.published():
                     return _parse(self.store.get("verdict").decode())
                 if (fault := self._fault()) is not None:
                     return self.publish(self._error(what, *fault))

@@ -5,7 +5,6 @@ This file is also what the ranks run: `python test_gloo.py WORLD FOLDER`.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_support import Ranks
 
-import h3lib
 from h3lib.contract import PeerError
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
@@ -182,50 +181,13 @@ def rank_main(name: str, folder: Path) -> None:
     os._exit(0)  # do not wait for peers that are gone
 
 
-class Ranks:
-    """The processes of one world; the store by which they find each other is served from here."""
-
-    def __init__(self, name: str, started: int, size: int, folder: Path):
-        self.folder = folder / name
-        self.folder.mkdir()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "PYTHONPATH": str(Path(h3lib.__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, __file__, name, str(self.folder)]
-        self.processes = [
-            subprocess.Popen(
-                command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(started)
-        ]
-
-    def wait(self, deadline: float) -> tuple[list[int], list]:
-        """Exit statuses, and what each rank found (None if it did not say)."""
-        for rank, process in enumerate(self.processes):
-            try:
-                _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            finally:
-                process.kill()
-            assert process.returncode in (0, -signal.SIGKILL), f"rank {rank}: {errors}"
-        files = [self.folder / f"{rank}.pt" for rank in range(len(self.processes))]
-        found = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
-        return [process.returncode for process in self.processes], found
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> dict[str, tuple[list[int], list]]:
     """All worlds at once: starting Python takes longest."""
     folder = tmp_path_factory.mktemp("gloo")
-    running = {name: Ranks(name, size, size, folder) for name, (size, *_) in WORLDS.items()}
-    running["alone"] = Ranks("alone", 1, 2, folder)
+    sizes = {name: size for name, (size, *_) in WORLDS.items()}
+    running = {name: Ranks(__file__, name, n, n, folder) for name, n in sizes.items()}
+    running["alone"] = Ranks(__file__, "alone", 1, 2, folder)
     deadline = time.monotonic() + 100
     try:
         return {name: ranks.wait(deadline) for name, ranks in running.items()}
