@@ -9,11 +9,12 @@ the checks of `gemm_bits` and `gemm_probes`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from h3lib.ops.gemm import linear_dx, linear_forward, row_fold_product, unit_tre
 from h3lib.ops.hopper import directives
 from h3lib.ops.hopper.gemm_chain import chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
-from h3lib.ops.hopper.gemm_tree import tree_launch
+from h3lib.ops.hopper.gemm_tree import subtree_launch
 
 BITS = {check.__name__: check for check in (*gemm_bits.CHECKS, *gemm_probes.PROBES)}
 NUM_UNITS = 8
@@ -160,6 +161,12 @@ def fp32_cases() -> tuple[Case, ...]:
     return case("FP32 proj_in", 96, D), case("FP32 proj_out", D, 96)
 
 
+def few_rows(protocol: Protocol) -> Protocol:
+    """A third of the time: hundreds of launches fit all the same."""
+    third = protocol.round_ms / 3, protocol.warm_up_ms / 3
+    return replace(protocol, round_ms=third[0], warm_up_ms=third[1])
+
+
 def measure(case: Case, rows: int, protocol: Protocol) -> Row:
     sets = case.sets(rows)
     return compare(
@@ -173,38 +180,76 @@ def measure_all(protocol: Protocol) -> Iterator[Row]:
     plan = [(case, rows) for rows in ROWS for case in CASES]
     plan += [(case, 2) for case in timestep_cases()] + [(case, 14910) for case in fp32_cases()]
     for case, rows in plan:
-        yield measure(case, rows, protocol)
-        if rows <= GRAPH_MAX_ROWS:
-            yield measure(case, rows, protocol.under_graph())
+        few = rows <= GRAPH_MAX_ROWS
+        yield measure(case, rows, few_rows(protocol) if few else protocol)
+        if few:
+            yield measure(case, rows, few_rows(protocol).under_graph())
 
 
-def measure_tiles(protocol: Protocol, rows: int = 14910) -> Iterator[dict[str, object]]:
-    """Every entry of every table that the shape may run with, interleaved."""
-    units, keys = range(NUM_UNITS), RowUnits(rows)
-    plans = {
-        "linear_forward": (
-            CASES[0],
-            A,
-            lambda out, x, w, tile: chain_launch(out, x, w.T, tile),
-        ),
-        "linear_dx": (CASES[2], A, chain_launch),
-        "unit_tree": (
-            CASES[4], D,
-            lambda out, x, w, tile: tree_launch(out, [(x, w.T)], units, 0, NUM_UNITS, tile),
-        ),
-        "row_fold": (
-            CASES[8], D,
-            lambda out, dy, x, tile: fold_launch(out, dy, x, keys, units, units, tile),
-        ),
-    }  # fmt: skip
-    for op, (case, columns, prepare) in plans.items():
-        sets, tiles = case.sets(rows), directives.tiles(op)
-        height = A if op == "row_fold" else rows
-        out = torch.empty((1, height, columns), device="cuda", dtype=torch.bfloat16)
-        ready = [[prepare(out, *operands, tile) for operands in sets] for tile in tiles]
-        calls = [lambda i, launches=launches: launches[i].run() for launches in ready]
-        for tile, us in zip(tiles, medians(calls, len(sets), protocol), strict=True):
-            yield {"op": op, "case": case.name, "rows": rows, "tile": asdict(tile), "us": us}
+TILE_CASES = {
+    "linear_forward": (0, 1),
+    "linear_dx": (2, 3),
+    "unit_tree": (4, 6),
+    "row_fold": (8,),
+}
+TILE_ROWS = (264, 14910)
+
+
+def measure_tiles(protocol: Protocol) -> Iterator[dict[str, object]]:
+    """Every entry of every table that can make the shape, interleaved, beside the library.
+
+    `chosen` is the one that the table gives; `same_bytes` says that the results are equal.
+    """
+    for rows, (op, cases) in itertools.product(TILE_ROWS, TILE_CASES.items()):
+        how = few_rows(protocol).under_graph() if rows <= GRAPH_MAX_ROWS else protocol
+        for case in (CASES[i] for i in cases):
+            yield from _measure_table(op, case, rows, how)
+
+
+def _measure_table(op: str, case: Case, rows: int, how: Protocol) -> Iterator[dict[str, object]]:
+    sets = case.sets(rows)
+    plan = [_planned(op, *operands) for operands in sets]
+    shape, blocks, launch = plan[0]
+    tiles = [t for t in directives.tiles(op) if t.runs(blocks, directives.MAX_DEPTH)]
+    outs = [torch.empty(1, *shape, device="cuda", dtype=torch.bfloat16) for _ in tiles]
+    ready = [[p[2](out, tile) for p in plan] for tile, out in zip(tiles, outs, strict=True)]
+    for launches in ready:
+        launches[0].run()
+    same = [gemm_bits.difference(out, outs[0]) == 0 for out in outs]
+    calls = [lambda i, launches=launches: launches[i].run() for launches in ready]
+    calls.append(lambda i: case.theirs(*sets[i]))
+    *times, theirs_us = medians(calls, len(sets), how)
+    chosen = directives.tile_for(op, *shape, blocks)
+    for tile, us, equal in zip(tiles, times, same, strict=True):
+        yield {
+            "op": op, "case": case.name, "rows": rows, "graph": how.graph, "tile": asdict(tile),
+            "us": us, "theirs_us": theirs_us, "chosen": tile == chosen, "same_bytes": equal,
+        }  # fmt: skip
+
+
+def _planned(op: str, a: Tensor, b: Tensor, *parts: Tensor) -> tuple:
+    """(shape of the result, blocks in the shortest unit, launch of `out` with a tile)."""
+    every = range(NUM_UNITS)
+    if op == "row_fold":
+        keys = RowUnits(len(a))
+        units = [keys.sequence_unit_rows(range(u, u + 1)) for u in every]
+        return (
+            (a.shape[1], b.shape[1]),
+            min(len(rows) for rows in units) // directives.MAX_DEPTH,
+            lambda out, tile: fold_launch(out, a, b, keys, every, every, tile),
+        )
+    right = b if b.shape[0] == a.shape[1] else b.T
+    blocks = a.shape[1] // directives.MAX_DEPTH
+    if op == "unit_tree":
+        pairs = [(a, right)]
+        if parts:
+            pairs = list(zip(parts, right.chunk(len(parts)), strict=True))
+        return (
+            (len(a), right.shape[1]),
+            blocks // NUM_UNITS,
+            lambda out, tile: subtree_launch(out[0], pairs, every, every, tile),
+        )
+    return (len(a), right.shape[1]), blocks, lambda out, tile: chain_launch(out, a, right, tile)
 
 
 def run_check(name: str) -> list[dict[str, object]]:
@@ -242,13 +287,15 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="commit that is measured")
     parser.add_argument("--jobs", type=int, default=1, help="checks of `bits` at a time")
     parser.add_argument("--round-ms", type=float, default=Protocol.round_ms)
+    parser.add_argument("--warm-up-ms", type=float, help="five rounds unless given")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     if args.what == "bits":
         args.out.write_text(json.dumps(bits_report(args.commit, args.jobs), indent=1) + "\n")
         return
-    protocol, rows = Protocol(round_ms=args.round_ms, warm_up_ms=5 * args.round_ms), []
+    warm_up_ms = args.warm_up_ms or 5 * args.round_ms
+    protocol, rows = Protocol(round_ms=args.round_ms, warm_up_ms=warm_up_ms), []
     for row in (measure_tiles if args.what == "tiles" else measure_all)(protocol):
         print(row, flush=True)
         rows.append(row)
