@@ -1,9 +1,7 @@
 """Products of one main block at full size beside cuBLAS: `python -m h3lib.bench.gemm speed`.
 
-Each case is one product of `model/`: the op as the block calls it, and `torch.matmul` on the same
-operands (dx of several parts: on the parts joined beforehand, the best the library can be given).
-`tiles` times every entry of every directive table, so that the tables can be judged; `bits` runs
-the checks of `gemm_bits` and `gemm_probes`.
+`speed` times every case of `gemm_cases`; `tiles` every entry of every directive table, so that the
+tables can be judged; `bits` runs the checks of `gemm_bits` and `gemm_probes`.
 """
 
 from __future__ import annotations
@@ -12,153 +10,34 @@ import argparse
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import h3lib.ops.hopper  # noqa: F401  registers back end triton
 from h3lib.bench import gemm_bits, gemm_probes
 from h3lib.bench.gemm_bits import Finding
+from h3lib.bench.gemm_cases import CASES, NUM_UNITS, Case, fp32_cases, timestep_cases
 from h3lib.bench.measure import (
     Protocol,
     Row,
     compare,
     environment,
     medians,
-    num_buffer_sets,
     report,
 )
-from h3lib.contract import RowUnits, model_size
-from h3lib.ops.adaln import timestep_chain_dw
-from h3lib.ops.gemm import linear_dx, linear_forward, row_fold_product, unit_tree_product
+from h3lib.contract import RowUnits
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
 from h3lib.ops.hopper.gemm_tree import subtree_launch
 
 BITS = {check.__name__: check for check in (*gemm_bits.CHECKS, *gemm_probes.PROBES)}
-NUM_UNITS = 8
 ROWS = (264, 4096, 14910, 37776)
 GRAPH_MAX_ROWS = 264
-MATMUL = "torch.matmul"
-SIZE = model_size("full")
-D, A, F, E = SIZE.hidden_size, SIZE.inner_dim, SIZE.ffn_dim, SIZE.time_embed_dim
-
-Operands = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One product: `make(rows)` draws operands, `ours` and `theirs` multiply them."""
-
-    op: str
-    name: str
-    make: Callable[[int], Operands]
-    ours: Callable[..., object]
-    theirs: Callable[..., object]
-    against: str = MATMUL
-
-    def sets(self, rows: int) -> list[Operands]:
-        first = self.make(rows)
-        num_bytes = sum(t.numel() * t.element_size() for t in first)
-        return [first, *(self.make(rows) for _ in range(num_buffer_sets(num_bytes) - 1))]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
-
-
-def forward_case(name: str, k: int, n: int) -> Case:
-    return Case(
-        "linear_forward", name, lambda t: (random(t, k), random(n, k)),
-        lambda x, w: linear_forward(x, w, backend="triton"), lambda x, w: torch.matmul(x, w.T),
-    )  # fmt: skip
-
-
-def dx_case(name: str, n: int, k: int) -> Case:
-    return Case(
-        "linear_dx", name, lambda t: (random(t, n), random(n, k)),
-        lambda dy, w: linear_dx(dy, w, backend="triton"), torch.matmul,
-    )  # fmt: skip
-
-
-def tree_forward_case(name: str, k: int, n: int) -> Case:
-    def ours(x: Tensor, w: Tensor) -> Tensor:
-        return unit_tree_product([(x, w.T)], NUM_UNITS, torch.bfloat16, backend="triton")
-
-    return Case("unit_tree_product", name, lambda t: (random(t, k), random(n, k)), ours,
-                lambda x, w: torch.matmul(x, w.T))  # fmt: skip
-
-
-def tree_dx_case(name: str, num_parts: int, width: int, n: int) -> Case:
-    def make(rows: int) -> Operands:
-        dy, w = random(rows, num_parts * width), random(num_parts * width, n)
-        return dy, w, *(part.contiguous() for part in dy.chunk(num_parts, dim=1))
-
-    def ours(dy: Tensor, w: Tensor, *parts: Tensor) -> Tensor:
-        pairs = list(zip(parts, w.chunk(num_parts), strict=True))
-        return unit_tree_product(pairs, NUM_UNITS, torch.bfloat16, backend="triton")
-
-    return Case("unit_tree_product", name, make, ours, lambda dy, w, *parts: torch.matmul(dy, w))
-
-
-def dw_case(name: str, n: int, k: int) -> Case:
-    def ours(dy: Tensor, x: Tensor) -> Tensor:
-        return row_fold_product(dy, x, RowUnits(len(dy)), torch.bfloat16, backend="triton")
-
-    return Case("row_fold_product", name, lambda t: (random(t, n), random(t, k)), ours,
-                lambda dy, x: torch.matmul(dy.T, x))  # fmt: skip
-
-
-CASES = (
-    forward_case("q, k or v forward", D, A),
-    forward_case("ff-in forward", D, 2 * F),
-    dx_case("to_out dx", D, A),
-    dx_case("ff-down dx", D, F),
-    tree_forward_case("to_out forward", A, D),
-    tree_forward_case("ff-down forward", F, D),
-    tree_dx_case("q, k, v dx", 3, A, D),
-    tree_dx_case("ff-in dx", 2, F, D),
-    dw_case("to_q, to_k or to_v dw", A, D),
-    dw_case("to_out dw", D, A),
-    dw_case("ff-in dw", 2 * F, D),
-    dw_case("ff-down dw", D, F),
-)
-
-
-def timestep_cases() -> tuple[Case, ...]:
-    """The AdaLN linear of one block: 520 MB of weight, a handful of timesteps as rows."""
-
-    def ds(dm: Tensor, w: Tensor) -> Tensor:
-        return unit_tree_product([(dm, w)], NUM_UNITS, torch.bfloat16, backend="triton")
-
-    width = SIZE.adaln_dim
-    return (
-        forward_case("AdaLN linear forward", E, width),
-        Case("unit_tree_product", "AdaLN linear ds",
-             lambda m: (random(m, width), random(width, E)), ds, torch.matmul),
-        Case("timestep_chain_dw", "AdaLN linear dw", lambda m: (random(m, width), random(m, E)),
-             lambda dm, s: timestep_chain_dw(dm, s, backend="triton"),
-             lambda dm, s: torch.matmul(dm.T.float(), s.float())),
-    )  # fmt: skip
-
-
-def fp32_cases() -> tuple[Case, ...]:
-    """IEEE FP32 products of the embedders and heads; torch.matmul with TF32 off."""
-
-    fp32 = torch.float32
-
-    def case(name: str, k: int, n: int) -> Case:
-        return Case("linear_forward", name,
-                    lambda t: (random(t, k, dtype=fp32), random(n, k, dtype=fp32)),
-                    lambda x, w: linear_forward(x, w, backend="triton"),
-                    lambda x, w: torch.matmul(x, w.T), "torch.matmul FP32")  # fmt: skip
-
-    return case("FP32 proj_in", 96, D), case("FP32 proj_out", D, 96)
 
 
 def few_rows(protocol: Protocol) -> Protocol:
@@ -204,6 +83,24 @@ def measure_tiles(protocol: Protocol) -> Iterator[dict[str, object]]:
         how = few_rows(protocol).under_graph() if rows <= GRAPH_MAX_ROWS else protocol
         for case in (CASES[i] for i in cases):
             yield from _measure_table(op, case, rows, how)
+    for case in fp32_cases():
+        yield from _measure_fp32_table(case, few_rows(protocol))
+
+
+def _measure_fp32_table(case: Case, how: Protocol) -> Iterator[dict[str, object]]:
+    sets, tiles = case.sets(TILE_ROWS[-1]), directives.fp32_tiles()
+    chosen = directives.fp32_tile_for(len(sets[0][1]))
+    outs = [chain_fp32(sets[0][0], sets[0][1].T, tile=tile) for tile in tiles]
+    calls = [
+        lambda i, tile=tile: chain_fp32(sets[i][0], sets[i][1].T, tile=tile) for tile in tiles
+    ]
+    *times, theirs_us = medians([*calls, lambda i: case.theirs(*sets[i])], len(sets), how)
+    for tile, us, out in zip(tiles, times, outs, strict=True):
+        yield {
+            "op": "fp32_chain", "case": case.name, "rows": TILE_ROWS[-1], "graph": False,
+            "tile": asdict(tile), "us": us, "theirs_us": theirs_us, "chosen": tile == chosen,
+            "same_bytes": gemm_bits.difference(out, outs[0]) == 0,
+        }  # fmt: skip
 
 
 def _measure_table(op: str, case: Case, rows: int, how: Protocol) -> Iterator[dict[str, object]]:

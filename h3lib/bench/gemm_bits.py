@@ -25,7 +25,7 @@ from h3lib.ops.gemm import (
     unit_tree_roots,
 )
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
 from h3lib.ops.hopper.gemm_tree import subtree_launch
 from h3lib.ops.tree import root_nodes, tree_sum
@@ -142,6 +142,9 @@ def check_fp32() -> Iterator[Finding]:
         yield found("fp32", f"linear_forward {t}x{k}x{n}", forward(x, w), expected)
         dx = linear_dx(dy, w, backend="triton")
         yield found("fp32", f"linear_dx {t}x{n}x{k}", dx, reference.reference_fma(dy, w))
+        for tile in directives.fp32_tiles():
+            case = f"linear_forward {t}x{k}x{n}, {tile}"
+            yield found("fp32", case, chain_fp32(x, w.T, tile=tile), expected)
     parts = [(random(65, 128, dtype=torch.float32), random(128, 96, dtype=torch.float32))]
     (a, b), w = parts[0], 16
     leaves = [reference.reference_fma(a[:, u * w : u * w + w], b[u * w : u * w + w]) for u in EVERY]

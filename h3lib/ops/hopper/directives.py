@@ -69,6 +69,7 @@ class Entry:
     min_rows: int = 1
     max_rows: int | None = None
     max_columns: int | None = None
+    min_blocks: int = 0
 
     def serves(self, rows: int, columns: int, unit_blocks: int, unit_start: int) -> bool:
         """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides units' starts."""
@@ -77,6 +78,7 @@ class Entry:
             self.min_rows <= rows
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
+            and self.min_blocks <= unit_blocks
             and (not tile.swapped or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)
         )
@@ -116,6 +118,33 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
         Entry(Tile(depth=16)),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Fp32Tile:
+    """A choice of the FP32 chain, which runs on the CUDA cores in plain Triton."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    stages: int = 3
+
+
+FP32_TILES: dict[str, tuple[tuple[int, Fp32Tile], ...]] = {
+    "sm_90": ((1, Fp32Tile(64, 64, 32, num_warps=4)),),
+}
+"""(columns from which on a tile is taken, tile), descending."""
+
+
+def fp32_tile_for(columns: int) -> Fp32Tile:
+    """The tile of the FP32 chain that the table gives for this shape."""
+    return next(tile for least, tile in FP32_TILES[ARCHITECTURE] if columns >= least)
+
+
+def fp32_tiles() -> tuple[Fp32Tile, ...]:
+    """Every tile in the FP32 chain's table."""
+    return tuple(tile for _, tile in FP32_TILES[ARCHITECTURE])
 
 
 def tile_for(

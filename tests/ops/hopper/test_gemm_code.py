@@ -8,7 +8,7 @@ import torch
 from h3lib.contract import BackendError, RowUnits
 from h3lib.ops.hopper import directives, gemm_chain, gemm_fold
 from h3lib.ops.hopper.compiled import compile_offline
-from h3lib.ops.hopper.gemm_chain import FP32_TILE, chain_fp32_kernel, chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32_kernel, chain_launch, fp32_options
 from h3lib.ops.hopper.gemm_fold import TIMESTEP_TILE, fold_launch, timestep_chain_kernel
 from h3lib.ops.hopper.gemm_kernel import gemm_kernel
 from h3lib.ops.hopper.gemm_tree import FINISH, finish_kernel, subtree_launch, tree_launch
@@ -76,26 +76,14 @@ def test_wgmma_and_tma_without_spills(name):
     assert code.shared_bytes <= 227 * 1024
 
 
+@pytest.mark.parametrize("tile", directives.fp32_tiles(), ids=str)
 @pytest.mark.parametrize("ta, tb, into", [(False, True, False), (True, False, True)])
-def test_fp32_chain_is_fused_multiply_adds(ta, tb, into):
+def test_fp32_chain_is_fused_multiply_adds(ta, tb, into, tile):
     f = meta(4096, dtype=torch.float32)
     code = compile_offline(
-        chain_fp32_kernel,
-        f,
-        f,
-        f,
-        f,
-        100,
-        96,
-        64,
-        96,
-        96,
-        TA=ta,
-        TB=tb,
-        INTO=into,
-        BIAS=True,
-        **FP32_TILE,
-    )
+        chain_fp32_kernel, f, f, f, f, 100, 96, 64, 96, 96,
+        TA=ta, TB=tb, INTO=into, BIAS=True, **fp32_options(tile),
+    )  # fmt: skip
     code.check(tensor_cores=False)
     assert not code.count("HMMA") and not code.count("HGMMA")
     assert "fma.rn.f32" in code.ptx and "mma" not in code.ptx
