@@ -35,11 +35,17 @@ class Tile:
     lag: int = 0
     rows: int = 128
     units: int = 8
+    thin: bool = False  # the last row tile has TAIL rows or fewer, and no more is multiplied
 
     @property
     def swapped(self) -> bool:
         """Whether rows lie on the instruction's n side, columns on its m side."""
-        return self.rows != WHOLE_ROWS
+        return self.thin or self.rows != WHOLE_ROWS
+
+    @property
+    def direct(self) -> bool:
+        """Whether FP32 leaves go from registers to global memory: all shared memory is ring."""
+        return self.rows > WHOLE_ROWS + TAIL and self.units == 1
 
     @property
     def m(self) -> int:
@@ -48,7 +54,9 @@ class Tile:
 
     @property
     def n(self) -> int:
-        return self.rows - TAIL if self.swapped else self.columns
+        if not self.swapped:
+            return self.columns
+        return self.rows if self.thin else self.rows - TAIL
 
     @property
     def tail(self) -> int:
@@ -79,7 +87,8 @@ class Entry:
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
             and self.min_blocks <= unit_blocks
-            and (not tile.swapped or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
+            and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
+            and (tile.rows == WHOLE_ROWS or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)
         )
 
@@ -89,25 +98,21 @@ SPLIT_MAX_ROWS = 128
 TAIL_MAX_ROWS = 272
 
 TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
-    # Few rows are bound by L2, so tiles are wide; ff-down's dx would need two waves of them.
+    # 264 rows: two tiles of 136 read the weights twice, three of 128 would read them three times.
     ("linear_forward", "sm_90"): (
         Entry(WIDE, min_rows=513),
-        Entry(Tile(rows=136, stages=5), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
-        Entry(Tile(rows=136, columns=256, stages=3), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=136), max_rows=TAIL_MAX_ROWS),
         Entry(Tile(columns=256, stages=3, group=4)),
     ),
     ("linear_dx", "sm_90"): (
         Entry(WIDE, min_rows=513),
-        Entry(Tile(rows=136, stages=5), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
-        Entry(Tile(rows=136, columns=256, stages=3), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=136), max_rows=TAIL_MAX_ROWS),
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
     # One tile of 128 rows keeps 42 of 132 multiprocessors busy at 5376 columns, two keep 84.
     ("unit_tree", "sm_90"): (
         Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
-        Entry(Tile(rows=136, stages=4, lag=2, units=2), max_rows=TAIL_MAX_ROWS),
-        Entry(Tile(rows=136, stages=4, units=2), max_rows=TAIL_MAX_ROWS),
         Entry(Tile(lag=2)),
         Entry(Tile()),
     ),

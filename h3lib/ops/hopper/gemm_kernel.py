@@ -7,7 +7,8 @@
   a chain from +0 is never -0.0, so the added zeros change no bit.
 * Two consumer warpgroups take BM of the instruction's m side each, one warp loads by TMA. Rows lie
   on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL (8) more
-  than a power of two: 264 rows are then two tiles of 136, where 128 would need a third one.
+  than a power of two: 264 rows are then two tiles of 136, where 128 would need a third one. Or the
+  third is THIN: its 8 rows are multiplied by instructions of n = 8.
 * An accumulator is a tuple: the tile and, with SWAP, its tail.
 * Pending sums: two live in registers beside the accumulator, the first half of eight units waits in
   shared memory. `add` is pinned assembly: with a plain `+` LLVM moves the add past the next unit,
@@ -181,9 +182,29 @@ def _pass_over(ring, slot, phase, unit, plan, S: gl.constexpr):
 
 
 @gluon.jit
+def _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan, num_rows, num_columns,
+          W: gl.constexpr, STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+    """One tile's share of this warpgroup, from its first block to its store."""
+    if S.WIDTH == 8:
+        value = _zeros(S)
+        for h in range(2):  # a loop: half the code, and 1 to 3 % faster than two copies
+            value, slot, phase = _subtree(ring, slot, phase, h, unit + 4 * h, plan, 4, W, S)
+            if h == 0:
+                hold(value, sink, W, S)
+            else:
+                value = _add_each(held(sink, W, S), value, S)
+    else:
+        value, slot, phase = _subtree(ring, slot, phase, lag_phase, unit, plan, S.WIDTH, W, S)
+        tma.store_wait(0)
+    store(value, sink, root, m, n, num_rows, num_columns, W, STAGING, BIAS, S)
+    return slot, phase
+
+
+@gluon.jit
 def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GROUP: gl.constexpr,
-              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
-    """BM W .. BM W + BM - 1 on the m side of every tile of this program."""
+              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr,
+              T: gl.constexpr):  # fmt: skip
+    """BM W .. BM W + BM - 1 on the m side of every tile of this program; T: a thin tile's form."""
     m_extent = num_columns if S.SWAP else num_rows
     slot = 0
     phase = 0
@@ -194,19 +215,19 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
         unit = grid[3] + root * S.WIDTH
         if m >= m_extent:
             slot, phase = _pass_over(ring, slot, phase, unit, plan, S)
-        elif S.WIDTH == 8:
-            value = _zeros(S)
-            for h in range(2):  # a loop: half the code, and 1 to 3 % faster than two copies
-                value, slot, phase = _subtree(ring, slot, phase, h, unit + 4 * h, plan, 4, W, S)
-                if h == 0:
-                    hold(value, sink, W, S)
-                else:
-                    value = _add_each(held(sink, W, S), value, S)
-            store(value, sink, root, m, n, num_rows, num_columns, W, STAGING, BIAS, S)
+        elif S.THIN:
+            if n + T.BN >= num_rows:
+                thin = Ring(ring.a, ring.tail, ring.tail, ring.full, ring.empty, ring.lag)
+                out = Sink(sink.out_tail, sink.out_tail, sink.pointer, sink.bias, sink.staging_tail,
+                           sink.staging_tail, sink.pending_tail, sink.pending_tail)  # fmt: skip
+                slot, phase = _tile(out, thin, slot, phase, lag_phase, root, m, n, unit, plan,
+                                    num_rows, num_columns, W, 1, BIAS, T)  # fmt: skip
+            else:
+                slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
+                                    num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         else:
-            value, slot, phase = _subtree(ring, slot, phase, lag_phase, unit, plan, S.WIDTH, W, S)
-            tma.store_wait(0)
-            store(value, sink, root, m, n, num_rows, num_columns, W, STAGING, BIAS, S)
+            slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
+                                num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         lag_phase = lag_phase ^ 1
     tma.store_wait(0)
 
@@ -217,12 +238,13 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
     do_not_specialize_on_alignment=["bias"],
 )  # fmt: skip
 def gemm_kernel(
-    a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail, bias,
+    a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail,
+    pointer, bias,
     roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LAG: gl.constexpr, SWAP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr, FOLD: gl.constexpr,
-    BIAS: gl.constexpr,
+    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, DIRECT: gl.constexpr,
+    TA: gl.constexpr, TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One persistent program a multiprocessor; tiles by stride, so no tile depends on arrival."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -231,21 +253,32 @@ def gemm_kernel(
     LT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
     )
-    S: gl.constexpr = Form(WIDTH, BM, BN, TAIL, BK, STAGES, LAG, SWAP, TA, TB, FOLD, L, LT)
+    STEP: gl.constexpr = BN if THIN else BN + TAIL
+    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, DIRECT, TA, TB,
+                           FOLD, L, LT)  # fmt: skip
+    S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
+                           DIRECT, TA, TB, FOLD, L, LT)  # fmt: skip
+    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, DIRECT, TA, TB,
+                           FOLD, LT, LT)  # fmt: skip
+    b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1
     if WIDTH == 8:
         half: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
         pending = gl.allocate_shared_memory(gl.float32, [2, BM, BN], half)
         staging = pending._reinterpret(out.dtype, [2 * STAGING] + out.block_shape, out.layout)
+    elif DIRECT:
+        staging, pending = b_ring, b_ring  # not used
     else:
         staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
         pending = staging
-    b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     if TAIL:
         ring_tail = gl.allocate_shared_memory(b0.dtype, [STAGES] + tail0.block_shape, tail0.layout)
-        staging_tail = gl.allocate_shared_memory(
-            out.dtype, [2] + out_tail.block_shape, out_tail.layout
-        )
+        if DIRECT:
+            staging_tail = staging
+        else:
+            staging_tail = gl.allocate_shared_memory(
+                out.dtype, [2] + out_tail.block_shape, out_tail.layout
+            )
         if WIDTH == 8:
             half_tail: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             pending_tail = gl.allocate_shared_memory(gl.float32, [2, BM, TAIL], half_tail)
@@ -266,14 +299,14 @@ def gemm_kernel(
         mbarrier.init(ring.full.index(i), count=1)
         mbarrier.init(ring.empty.index(i), count=2)
     mbarrier.init(ring.lag, count=1)
-    sink = Sink(out, out_tail, bias, staging, staging_tail, pending, pending_tail)
+    sink = Sink(out, out_tail, pointer, bias, staging, staging_tail, pending, pending_tail)
     grid = (roots, row_tiles, column_tiles, first_unit)
     plan = (plan0, plan1, plan2, plan3)
     m_extent = num_columns if SWAP else num_rows
     n_extent = num_rows if SWAP else num_columns
     gl.warp_specialize([
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S)),
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S, T)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S, T)),
         (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
-                    n_extent, PARTS, GROUP, S)),
+                    n_extent, PARTS, GROUP, P)),
     ], [4, 1], [240, 24])  # fmt: skip

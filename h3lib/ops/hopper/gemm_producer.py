@@ -18,18 +18,23 @@ from h3lib.ops.hopper.compat import gl, gluon, mbarrier, tma
 class Form(NamedTuple):
     """What is fixed when the kernel is compiled; TA, TB: the operand's reduced axis comes first.
 
-    A tile is 2 BM on the instruction's m side and BN + TAIL on its n side; SWAP says that columns
-    of the result lie on the m side and its rows on the n side.
+    A tile is 2 BM on the instruction's m side and STEP on its n side, where BN or BN + TAIL are
+    multiplied. SWAP says that columns of the result lie on the m side and its rows on the n side;
+    THIN that the last row tile has TAIL rows at most, and no other tile a tail; DIRECT that results
+    do not go through shared memory.
     """
 
     WIDTH: int
     BM: int
     BN: int
     TAIL: int
+    STEP: int
     BK: int
     STAGES: int
     LAG: int
     SWAP: bool
+    THIN: bool
+    DIRECT: bool
     TA: bool
     TB: bool
     FOLD: bool
@@ -64,9 +69,9 @@ def tile_place(t, grid, GROUP: gl.constexpr, S: gl.constexpr):
     column = t // size
     row = first + (t + column) % size
     if S.SWAP:
-        return root, column * (2 * S.BM), row * (S.BN + S.TAIL)
+        return root, column * (2 * S.BM), row * S.STEP
     else:
-        return root, row * (2 * S.BM), column * S.BN
+        return root, row * (2 * S.BM), column * S.STEP
 
 
 @gluon.jit
@@ -93,18 +98,19 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _expect(bar, both, tail, S: gl.constexpr):
-    """Bytes of one block: `both` halves of the m side, the tail of the n side if it has rows."""
-    one: gl.constexpr = (S.BM + S.BN) * S.BK * 2
-    two: gl.constexpr = one + S.BM * S.BK * 2
+    """Bytes of one block: one or `both` halves of the m side, the n side with or without a tail."""
+    half: gl.constexpr = S.BM * S.BK * 2
+    whole: gl.constexpr = 2 * half
+    rest: gl.constexpr = S.BN * S.BK * 2
     if S.TAIL:
-        more: gl.constexpr = S.TAIL * S.BK * 2
-        mbarrier.expect(bar, two + more, pred=both & tail)
-        mbarrier.expect(bar, one + more, pred=(both == 0) & tail)
-        mbarrier.expect(bar, two, pred=both & (tail == 0))
-        mbarrier.expect(bar, one, pred=(both == 0) & (tail == 0))
+        other: gl.constexpr = (S.TAIL if S.THIN else S.BN + S.TAIL) * S.BK * 2
+        mbarrier.expect(bar, whole + other, pred=both & tail)
+        mbarrier.expect(bar, half + other, pred=(both == 0) & tail)
+        mbarrier.expect(bar, whole + rest, pred=both & (tail == 0))
+        mbarrier.expect(bar, half + rest, pred=(both == 0) & (tail == 0))
     else:
-        mbarrier.expect(bar, two, pred=both)
-        mbarrier.expect(bar, one, pred=both == 0)
+        mbarrier.expect(bar, whole + rest, pred=both)
+        mbarrier.expect(bar, half + rest, pred=both == 0)
 
 
 @gluon.jit
@@ -125,12 +131,15 @@ def _load(a, b, b_tail, ring, slot, phase, unit, m, n, k, both, tail, S: gl.cons
         tma.async_copy_global_to_shared(a, [unit, m + S.BM, k], bar, lower, pred=both)
     if S.TB:
         tma.async_copy_global_to_shared(b, [unit, k, n], bar, ring.b.index(slot))
+    elif S.THIN:
+        tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot), pred=tail == 0)
+        tma.async_copy_global_to_shared(b_tail, [unit, n, k], bar, ring.tail.index(slot), pred=tail)
     else:
         tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot))
-    if S.TAIL:
-        tma.async_copy_global_to_shared(
-            b_tail, [unit, n + S.BN, k], bar, ring.tail.index(slot), pred=tail
-        )
+        if S.TAIL:
+            tma.async_copy_global_to_shared(
+                b_tail, [unit, n + S.BN, k], bar, ring.tail.index(slot), pred=tail
+            )
 
 
 @gluon.jit
@@ -142,7 +151,7 @@ def producer(a, b, b_tail, ring, grid, plan, m_extent, n_extent, PARTS: gl.const
     for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
         root, m, n = tile_place(t, grid, GROUP, S)
         both = m + S.BM < m_extent
-        tail = n + S.BN < n_extent
+        tail = n + S.TAIL >= n_extent if S.THIN else n + S.BN < n_extent
         for u in range(S.WIDTH):
             unit = grid[3] + root * S.WIDTH + u
             if S.FOLD:
