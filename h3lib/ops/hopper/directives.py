@@ -101,18 +101,22 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
     # 264 rows: two tiles of 136 read the weights twice, three of 128 would read them three times.
     ("linear_forward", "sm_90"): (
         Entry(WIDE, min_rows=513),
-        Entry(Tile(rows=136), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=136, depth=32, stages=10), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
+        Entry(Tile(rows=264, depth=32, stages=6), min_rows=257, max_rows=264),
         Entry(Tile(columns=256, stages=3, group=4)),
     ),
     ("linear_dx", "sm_90"): (
         Entry(WIDE, min_rows=513),
-        Entry(Tile(rows=136), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=136, depth=32, stages=10), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
+        Entry(Tile(rows=264, depth=32, stages=6), min_rows=257, max_rows=264),
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
     # One tile of 128 rows keeps 42 of 132 multiprocessors busy at 5376 columns, two keep 84.
     ("unit_tree", "sm_90"): (
         Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
+        Entry(Tile(thin=True, stages=4, lag=2), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(thin=True, stages=4), max_rows=TAIL_MAX_ROWS),
         Entry(Tile(lag=2)),
         Entry(Tile()),
     ),
@@ -137,7 +141,10 @@ class Fp32Tile:
 
 
 FP32_TILES: dict[str, tuple[tuple[int, Fp32Tile], ...]] = {
-    "sm_90": ((1, Fp32Tile(64, 64, 32, num_warps=4)),),
+    "sm_90": (
+        (1024, Fp32Tile(64, 64, 16, num_warps=4)),
+        (1, Fp32Tile(64, 64, 32, num_warps=4)),
+    ),
 }
 """(columns from which on a tile is taken, tile), descending."""
 
