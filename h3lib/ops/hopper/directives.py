@@ -43,11 +43,6 @@ class Tile:
         return self.thin or self.rows != WHOLE_ROWS
 
     @property
-    def direct(self) -> bool:
-        """Whether FP32 leaves go from registers to global memory: all shared memory is ring."""
-        return self.rows > WHOLE_ROWS + TAIL and self.units == 1
-
-    @property
     def m(self) -> int:
         """What one of the two warpgroups has of the instruction's m side."""
         return (self.columns if self.swapped else self.rows) // 2
@@ -77,7 +72,6 @@ class Entry:
     min_rows: int = 1
     max_rows: int | None = None
     max_columns: int | None = None
-    min_blocks: int = 0
 
     def serves(self, rows: int, columns: int, unit_blocks: int, unit_start: int) -> bool:
         """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides units' starts."""
@@ -86,7 +80,6 @@ class Entry:
             self.min_rows <= rows
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
-            and self.min_blocks <= unit_blocks
             and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
             and (tile.rows == WHOLE_ROWS or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)

@@ -1,8 +1,7 @@
 """The way out of a product on sm_90: bias, one rounding, shared memory, TMA.
 
 The first half of eight units waits here too: three tiles are all that registers hold. With SWAP a
-tile leaves transposed, and its tail by a box of its own; a DIRECT one (FP32 leaves) from
-registers, so that all of shared memory is ring.
+tile leaves transposed, and its tail by a box of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ class Sink(NamedTuple):
 
     out: object
     out_tail: object
-    pointer: object
     bias: object
     staging: object
     staging_tail: object
@@ -64,32 +62,11 @@ def _rounded(value, sink, column, num_columns, COLUMNS: gl.constexpr, AXIS: gl.c
 
 
 @gluon.jit
-def _store_part(value, sink, root, m, n, num_rows, num_columns, ROWS: gl.constexpr,
-                LAYOUT: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
-    """From registers: eight neighbouring columns of a row make a sector of FP32."""
-    # Pinned: else all offsets wait in registers from the start and spill.
-    num_columns = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [num_columns], dtype=gl.int32, is_pure=False, pack=1
-    )
-    column = gl.arange(0, S.BM, gl.SliceLayout(1, LAYOUT))[:, None]
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
-    rounded = _rounded(value, sink, m, num_columns, S.BM, 0, LAYOUT, BIAS)
-    first = sink.pointer + (root.to(gl.int64) * num_rows + n) * num_columns + m
-    inside = (column < num_columns - m) & (row < num_rows - n)
-    gl.store(first + row * num_columns + column, rounded, mask=inside)
-
-
-@gluon.jit
 def store(value, sink, root, m, n, num_rows, num_columns, W: gl.constexpr, STAGING: gl.constexpr,
            BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Round into shared memory and leave the rest to the TMA."""
-    if S.DIRECT:
-        _store_part(value[0], sink, root, m, n, num_rows, num_columns, S.BN, S.L, BIAS, S)
-        if S.TAIL:
-            _store_part(value[1], sink, root, m, n + S.BN, num_rows, num_columns, S.TAIL, S.LT,
-                        BIAS, S)  # fmt: skip
-    elif S.SWAP:
-        box = sink.staging.index(W * STAGING)
+    box = sink.staging.index(W * STAGING)
+    if S.SWAP:
         tile = _rounded(value[0], sink, m, num_columns, S.BM, 0, S.L, BIAS)
         box.reshape([S.BN, S.BM]).permute((1, 0)).store(tile)
         if S.TAIL:
@@ -102,7 +79,6 @@ def store(value, sink, root, m, n, num_rows, num_columns, W: gl.constexpr, STAGI
             if n + S.BN < num_rows:
                 tma.async_copy_shared_to_global(sink.out_tail, [root, n + S.BN, m], box_tail)
     else:
-        box = sink.staging.index(W * STAGING)
         tile = _rounded(value[0], sink, n, num_columns, S.BN, 1, S.L, BIAS)
         box.reshape([S.BM, S.BN]).store(tile)
         fence_async_shared()

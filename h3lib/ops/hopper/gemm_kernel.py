@@ -218,7 +218,7 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
         elif S.THIN:
             if n + T.BN >= num_rows:
                 thin = Ring(ring.a, ring.tail, ring.tail, ring.full, ring.empty, ring.lag)
-                out = Sink(sink.out_tail, sink.out_tail, sink.pointer, sink.bias, sink.staging_tail,
+                out = Sink(sink.out_tail, sink.out_tail, sink.bias, sink.staging_tail,
                            sink.staging_tail, sink.pending_tail, sink.pending_tail)  # fmt: skip
                 slot, phase = _tile(out, thin, slot, phase, lag_phase, root, m, n, unit, plan,
                                     num_rows, num_columns, W, 1, BIAS, T)  # fmt: skip
@@ -238,13 +238,12 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
     do_not_specialize_on_alignment=["bias"],
 )  # fmt: skip
 def gemm_kernel(
-    a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail,
-    pointer, bias,
+    a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail, bias,
     roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, DIRECT: gl.constexpr,
-    TA: gl.constexpr, TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
+    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, TA: gl.constexpr,
+    TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One persistent program a multiprocessor; tiles by stride, so no tile depends on arrival."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -254,31 +253,26 @@ def gemm_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
     )
     STEP: gl.constexpr = BN if THIN else BN + TAIL
-    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, DIRECT, TA, TB,
-                           FOLD, L, LT)  # fmt: skip
+    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, L,
+                           LT)  # fmt: skip
     S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
-                           DIRECT, TA, TB, FOLD, L, LT)  # fmt: skip
-    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, DIRECT, TA, TB,
-                           FOLD, LT, LT)  # fmt: skip
+                           TA, TB, FOLD, L, LT)  # fmt: skip
+    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, LT,
+                           LT)  # fmt: skip
     b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1
     if WIDTH == 8:
         half: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
         pending = gl.allocate_shared_memory(gl.float32, [2, BM, BN], half)
         staging = pending._reinterpret(out.dtype, [2 * STAGING] + out.block_shape, out.layout)
-    elif DIRECT:
-        staging, pending = b_ring, b_ring  # not used
     else:
         staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
         pending = staging
     if TAIL:
         ring_tail = gl.allocate_shared_memory(b0.dtype, [STAGES] + tail0.block_shape, tail0.layout)
-        if DIRECT:
-            staging_tail = staging
-        else:
-            staging_tail = gl.allocate_shared_memory(
-                out.dtype, [2] + out_tail.block_shape, out_tail.layout
-            )
+        staging_tail = gl.allocate_shared_memory(
+            out.dtype, [2] + out_tail.block_shape, out_tail.layout
+        )
         if WIDTH == 8:
             half_tail: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             pending_tail = gl.allocate_shared_memory(gl.float32, [2, BM, TAIL], half_tail)
@@ -299,7 +293,7 @@ def gemm_kernel(
         mbarrier.init(ring.full.index(i), count=1)
         mbarrier.init(ring.empty.index(i), count=2)
     mbarrier.init(ring.lag, count=1)
-    sink = Sink(out, out_tail, pointer, bias, staging, staging_tail, pending, pending_tail)
+    sink = Sink(out, out_tail, bias, staging, staging_tail, pending, pending_tail)
     grid = (roots, row_tiles, column_tiles, first_unit)
     plan = (plan0, plan1, plan2, plan3)
     m_extent = num_columns if SWAP else num_rows

@@ -130,7 +130,7 @@ def prepare(
     maps += [x.descriptor(tile.n, tile.depth) for x in b] + none
     if tile.tail:
         maps += [x.descriptor(tile.tail, tile.depth) for x in b] + none
-        maps += [result(tile.tail if tile.direct else tile.n, tile.m), result(tile.tail, tile.m)]
+        maps += [result(tile.n, tile.m), result(tile.tail, tile.m)]
     else:
         maps += [None] * MAX_PARTS + [result(tile.m, tile.n), None]
     tiles = (roots, -(-rows // tile.rows), -(-columns // tile.columns))
@@ -138,12 +138,11 @@ def prepare(
     options = {
         "WIDTH": width, "PARTS": len(a), "BM": tile.m, "BN": tile.n, "TAIL": tile.tail,
         "BK": tile.depth, "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
-        "SWAP": tile.swapped, "THIN": tile.thin, "DIRECT": tile.direct,
-        "TA": a[0].k_first, "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None,
-        "num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS,
+        "SWAP": tile.swapped, "THIN": tile.thin, "TA": a[0].k_first,
+        "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None, "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
     programs = min(num_multiprocessors(out.device), math.prod(tiles))
-    pointer = out if tile.direct else None
-    arguments = (*maps, pointer, bias, *tiles, first_unit, *plan, rows, columns)
+    arguments = (*maps, bias, *tiles, first_unit, *plan, rows, columns)
     dtypes = (out.dtype, None if bias is None else bias.dtype)
     return Launch(arguments, options, programs, dtypes)

@@ -20,8 +20,7 @@ class Form(NamedTuple):
 
     A tile is 2 BM on the instruction's m side and STEP on its n side, where BN or BN + TAIL are
     multiplied. SWAP says that columns of the result lie on the m side and its rows on the n side;
-    THIN that the last row tile has TAIL rows at most, and no other tile a tail; DIRECT that results
-    do not go through shared memory.
+    THIN that the last row tile may have TAIL rows at most, and that no other tile has a tail.
     """
 
     WIDTH: int
@@ -34,7 +33,6 @@ class Form(NamedTuple):
     LAG: int
     SWAP: bool
     THIN: bool
-    DIRECT: bool
     TA: bool
     TB: bool
     FOLD: bool

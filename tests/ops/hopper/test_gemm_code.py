@@ -47,7 +47,7 @@ def fold(tile, root=EVERY, dtype=torch.bfloat16):
 
 OPS = ("linear_forward", "linear_dx", "unit_tree", "row_fold")
 FORWARD, DX, TREE, FOLD = (directives.tiles(op) for op in OPS)
-TAILED = directives.Tile(thin=True, stages=4, lag=2)
+THIN = next(tile for tile in TREE if tile.thin)
 LAUNCHES = {
     **{f"linear_forward {tile}": (chain, tile) for tile in FORWARD},
     **{f"linear_dx {tile}": (chain, tile, False) for tile in DX},
@@ -55,9 +55,9 @@ LAUNCHES = {
     "linear_forward with bias, swapped": (chain, FORWARD[1], True, meta(768)),
     **{f"unit tree {tile}": (product, tile) for tile in TREE},
     "unit tree of three parts": (product, TREE[-1], 3),
-    "unit tree of three parts, swapped": (product, TAILED, 3),
+    "unit tree of three parts, thin": (product, THIN, 3),
     **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (1, 2, 4, 8)},
-    "root of 8 units, swapped": (tree, TAILED, 8, 2, torch.float32),
+    "root of 8 units, thin": (tree, THIN, 8, 2, torch.float32),
     **{f"row fold {tile}": (fold, tile) for tile in FOLD},
     "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
 }
@@ -139,4 +139,6 @@ def test_directives_lag_only_where_units_are_long_enough():
     for rows in (128, 137, 256, 273, 4096):
         assert not directives.tile_for("linear_dx", rows, 7168, 84).swapped
         assert not directives.tile_for("unit_tree", rows, 5376, 14).swapped
+    assert directives.tile_for("unit_tree", 264, 5376, 14).thin
+    assert directives.fp32_tile_for(96) != directives.fp32_tile_for(5376)
     assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64
