@@ -50,6 +50,7 @@ class Attention:
         ctx.weight_gradient(W_OUT, dy_TD, self.o_TA)
         do_TA = ctx.unit_node("d.attn.heads", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
         dq, dk, dv = self._attention_backward(do_TA.view_as(self.o))
+        del do_TA, self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
         gradients = {
             "q": self.heads["q"].backward(dq),
             "k": self.heads["k"].backward(dk),
@@ -57,6 +58,7 @@ class Attention:
         }
         for name, dy_TA in gradients.items():
             ctx.weight_gradient(_weight(name), dy_TA, self.a_TD)
+        del self.a_TD
         parts = [(dy_TA, ctx.weights[_weight(name)]) for name, dy_TA in gradients.items()]
         return ctx.leave("d.attn.in", *parts)
 
@@ -104,10 +106,12 @@ class _HeadNorm:
         ctx, shard, width = self.ctx, self.ctx.shard, self.ctx.size.inner_dim
         ctx.unit_node(f"d.attn.{self.name}_rope", dy.flatten(1), width)
         dh = ctx.call(rope.rotary_backward, dy, self.rows.cos, self.rows.sin)
-        dx, terms = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
+        dx = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
         leaves = ctx.call(
             head_norm_dw_leaves,
-            terms,
+            dh,
+            self.x,
+            self.r,
             shard.owner.rows,
             shard.sequence_units,
             len(shard.feature_units),
@@ -119,6 +123,7 @@ class _HeadNorm:
         roots = partial_roots(
             lambda unit: by_sequence[unit - first], shard.sequence_units, NUM_SEQUENCE_UNITS
         )
+        del self.x, self.r
         observe = ctx.observe_parameter(self.weight)
         ctx.gradient(self.weight, shard.sum_sequence_units(roots, ctx.dtype, observe))
         return ctx.unit_node(f"d.attn.{self.name}", dx.flatten(1), width)

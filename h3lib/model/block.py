@@ -109,43 +109,52 @@ class Block:
         check_shape("temb", temb_ME, None, ctx.size.time_embed_dim)
         if temb_ME.dtype != accumulator(x_SD):
             raise OperandError("dtype of temb", temb_ME.dtype, accumulator(x_SD))
-        table = self._adaln_forward(temb_ME)
-        modulation = table[rows.table_rows]  # [S, 6, D]
-        self.norm1 = _ModulatedNorm(ctx, "norm1", "attn.in")
-        self.norm2 = _ModulatedNorm(ctx, "norm2", "ff.in")
-        self.saved_rows, self.modulation = rows, modulation
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
+        self.table = self._adaln_forward(temb_ME)
+        self.norm1 = _ModulatedNorm(ctx, "norm1", "attn.in", rows.table_rows)
+        self.norm2 = _ModulatedNorm(ctx, "norm2", "ff.in", rows.table_rows)
+        self.table_rows = rows.table_rows
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.table.unbind(1)
 
         a_SD = self.norm1.forward(x_SD, shift1, scale1)
         self.y1 = ctx.slice_node("attn.out", self.attention.forward(a_SD, rows))
-        x1_SD = ctx.call(adaln.gated_residual_forward, x_SD, gate1, self.y1)
+        x1_SD = ctx.call(adaln.gated_residual_forward, x_SD, gate1, self.y1, self.table_rows)
         ctx.slice_node("residual1", x1_SD)
         a_SD = self.norm2.forward(x1_SD, shift2, scale2)
         self.y2 = ctx.slice_node("ff.out", self.feed_forward.forward(a_SD))
-        out = ctx.call(adaln.gated_residual_forward, x1_SD, gate2, self.y2)
+        out = ctx.call(adaln.gated_residual_forward, x1_SD, gate2, self.y2, self.table_rows)
         return ctx.slice_node("out", out, OUTPUT)
 
     def backward(self, dout_SD: Tensor) -> Gradients:
-        """Gradients of everything, after `forward`.
+        """Gradients of everything, once after each `forward`, whose values it lets go.
 
         **Order:** contract, section 2. **Rounds:** each once; a value used twice: the BF16
-        gradients are added and rounded.
+        gradients are added and rounded. **Raises:** OperandError without a forward before it.
         """
         ctx = self.ctx
-        _, scale1, gate1, _, scale2, gate2 = self.modulation.unbind(1)
-        dy, dgate2 = ctx.call(adaln.gated_residual_backward, dout_SD, gate2, self.y2)
+        if not hasattr(self, "y2"):
+            raise OperandError("backward of a block", "no forward before it", "one after a forward")
+        _, scale1, gate1, _, scale2, gate2 = self.table.unbind(1)
+        dy, dgate2 = self._residual_backward(dout_SD, gate2, self.y2)
+        del self.y2
         da = self.feed_forward.backward(ctx.slice_node("d.ff.out", dy))
-        dx_norm, terms2 = self.norm2.backward(da, scale2)
-        dx1 = ctx.slice_node("d.residual1", dout_SD + dx_norm)
+        dx1, dtable2 = self.norm2.backward(da, scale2, dout_SD)
+        ctx.slice_node("d.residual1", dx1)
 
-        dy, dgate1 = ctx.call(adaln.gated_residual_backward, dx1, gate1, self.y1)
+        dy, dgate1 = self._residual_backward(dx1, gate1, self.y1)
+        del self.y1
         da = self.attention.backward(ctx.slice_node("d.attn.out", dy))
-        dx_norm, terms1 = self.norm1.backward(da, scale1)
-        dx = ctx.slice_node("dx", dx1 + dx_norm, GRADIENT)
+        dx, dtable1 = self.norm1.backward(da, scale1, dx1)
+        ctx.slice_node("dx", dx, GRADIENT)
 
-        terms = torch.cat((terms1, dgate1[:, None], terms2, dgate2[:, None]), dim=1)
-        dtemb = self._adaln_backward(terms)
-        return Gradients(dx, dtemb, ctx.gradients)
+        roots = torch.cat((dtable1, dgate1[:, :, None], dtable2, dgate2[:, :, None]), dim=2)
+        dtemb = self._adaln_backward(roots)
+        gradients, ctx.gradients = ctx.gradients, {}
+        return Gradients(dx, dtemb, gradients)
+
+    def _residual_backward(self, dx: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        shard = self.ctx.shard
+        place = self.table_rows, shard.owner.rows, shard.row_units
+        return self.ctx.call(adaln.gated_residual_backward, dx, gate, y, *place)
 
     def _adaln_forward(self, temb_ME: Tensor) -> Tensor:
         """The table `[3M, 6, D]`: columns of this rank's column units, gathered in order."""
@@ -159,19 +168,21 @@ class Block:
         m = ctx.node("adaln.m", ctx.shard.mesh.tp.all_gather_columns(local, cuts))
         return m.view(NUM_MODALITIES * len(m), NUM_MODULATIONS, ctx.size.hidden_size)
 
-    def _adaln_backward(self, terms_S6D: Tensor) -> Tensor:
-        """dtemb from the rows' terms of the table's gradient; also dw and dbias of the linear."""
+    def _adaln_backward(self, roots: Tensor) -> Tensor:
+        """dtemb from the roots `[R, 3M, 6, D]` of the table's gradient; also dw and dbias."""
         ctx, shard = self.ctx, self.ctx.shard
         num_timesteps = len(self.s_ME)
         table = (NUM_MODALITIES * num_timesteps, NUM_MODULATIONS, ctx.size.hidden_size)
-        roots = ctx.row_units(terms_S6D, self.saved_rows.table_rows, table[0])
         observe = ctx.observe("d.adaln.m", whole(table))
         dm = shard.sum_row_units(roots, ctx.dtype, observe).view(num_timesteps, -1)
         ctx.node("d.adaln.m", dm.view(table))
 
         part = shard.feature_range(ctx.size.adaln_dim)
         dm_local = dm[:, part.start : part.stop].contiguous()
-        dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
+        if ctx.trace is None:  # rounded where it is finished
+            dw, dbias = ctx.call(adaln.timestep_chain_product, dm_local, self.s_ME, ctx.dtype)
+        else:
+            dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
         ctx.gradient("adaln_proj.linear.weight", dw)
         ctx.gradient("adaln_proj.linear.bias", dbias)
         w = ctx.weights["adaln_proj.linear.weight"]
@@ -185,24 +196,27 @@ class Block:
 class _ModulatedNorm:
     """a = norm(x) * (1 + scale) + shift on the rows of the slice."""
 
-    def __init__(self, ctx: BlockContext, name: str, output: str):
-        self.ctx, self.name, self.output = ctx, name, output
+    def __init__(self, ctx: BlockContext, name: str, output: str, table_rows: Tensor):
+        self.ctx, self.name, self.output, self.table_rows = ctx, name, output, table_rows
 
     def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         ctx, w = self.ctx, self.ctx.weights[f"{self.name}.weight"]
         self.x = x_SD
-        self.h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, ctx.size.norm_eps)
-        ctx.slice_node(f"{self.name}.out", self.h)
-        return ctx.slice_node(self.output, ctx.call(adaln.modulate_forward, self.h, shift, scale))
+        h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, ctx.size.norm_eps)
+        ctx.slice_node(f"{self.name}.out", h)
+        a = ctx.call(adaln.modulate_forward, h, shift, scale, self.table_rows)
+        return ctx.slice_node(self.output, a)
 
-    def backward(self, da: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """dx `[S, D]`, and the terms of (dshift, dscale) `[S, 2, D]`; dw goes to the context."""
+    def backward(self, da: Tensor, scale: Tensor, dx0: Tensor) -> tuple[Tensor, Tensor]:
+        """dx0 + dx `[S, D]`, and the roots of (dshift, dscale) `[R, 3M, 2, D]`; dw goes to the
+        context."""
         ctx, name = self.ctx, f"{self.name}.weight"
+        x, r, w, shard = self.x, self.r, ctx.weights[name], ctx.shard
+        del self.x, self.r
         ctx.slice_node(f"d.{self.output}", da)
-        dh, terms = ctx.call(adaln.modulate_backward, da, self.h, scale)
+        place = self.table_rows, shard.owner.rows, shard.row_units
+        dh, dtable, roots = ctx.call(adaln.modulated_norm_backward, da, x, w, r, scale, *place)
         ctx.slice_node(f"d.{self.name}.out", dh)
-        dx, dw_terms = ctx.call(norm.rms_norm_backward, dh, self.x, ctx.weights[name], self.r)
-        roots = ctx.row_units(dw_terms)[:, 0]
-        root = ctx.shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
+        root = shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
         ctx.gradient(name, root)
-        return dx, terms
+        return ctx.call(norm.rms_norm_backward, dh, x, w, r, dx0), dtable

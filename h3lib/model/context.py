@@ -11,7 +11,6 @@ from h3lib.contract import ModelSize, OperandError
 from h3lib.layout import Region, region_shape, whole
 from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
 from h3lib.ops.backend import Op, load_backend
-from h3lib.ops.fold import row_unit_roots
 from h3lib.ops.gemm import (
     row_fold_product,
     row_fold_roots,
@@ -63,13 +62,6 @@ class BlockContext:
     def call(self, op: Op, *args):
         """The op on this block's back end."""
         return op(*args, backend=self.backend)
-
-    def row_units(self, terms: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
-        """Roots of a row fold over the row units of the slice."""
-        shard = self.shard
-        return self.call(
-            row_unit_roots, terms, shard.owner.rows, shard.row_units, groups, num_groups
-        )
 
     def unit_tree(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
         """Roots of the sum of a @ b over the feature units here."""

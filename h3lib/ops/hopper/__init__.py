@@ -14,5 +14,6 @@ from h3lib.ops.hopper import (  # noqa: F401
     gemm_fold,
     gemm_tree,
     rowwise,
+    rowwise_fold,
     rowwise_norm,
 )
