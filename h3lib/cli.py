@@ -71,6 +71,12 @@ def _add_run(commands) -> None:
     parser.add_argument(
         "--backend", default="eager", help="eager, the contract's order in plain PyTorch; or triton"
     )
+    parser.add_argument(
+        "--canonical",
+        metavar="FOLDER",
+        help="keep the canonical values there, and take them from there if an earlier run of the "
+        "same commit, inputs, device and software left them (the report says which)",
+    )
     parser.add_argument("--out", required=True, metavar="FILE.json")
     parser.set_defaults(main=_run)
 

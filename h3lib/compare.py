@@ -15,7 +15,6 @@ from torch import Tensor
 from h3lib.contract import ReportError
 from h3lib.layout import Region, region_shape
 from h3lib.model.trace import Key, Record
-from h3lib.model.weights import digest
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -94,10 +93,13 @@ def _coordinate(flat: int, region: Region) -> list[int]:
     return coordinate[::-1]
 
 
-def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) -> list[dict]:
+def summarise(
+    canonical: Mapping[Key, Tensor], digests: Mapping[Key, str], ranks: list[list[Difference]]
+) -> list[dict]:
     """One entry a compared value, over all ranks: the `tensors` of a report.
 
-    `covered` says that every rank shows its piece and that the pieces together are the whole.
+    `digests` are the SHA-256 of the canonical values. `covered` says that every rank shows its
+    piece and that the pieces together are the whole.
 
     **Raises:** ReportError for a value that is not canonical, or that a rank shows twice.
     """
@@ -108,7 +110,10 @@ def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) ->
             raise ReportError(f"values of rank {rank}", keys, "each canonical value once")
         for difference in differences:
             by_key[difference.key].append((rank, difference))
-    return [_summary(key, canonical[key], found, len(ranks)) for key, found in by_key.items()]
+    return [
+        {**_summary(key, canonical[key], found, len(ranks)), "sha256": digests[key]}
+        for key, found in by_key.items()
+    ]
 
 
 def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], num_ranks: int) -> dict:
@@ -123,7 +128,6 @@ def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], num_
         "different": sum(d.different for _, d in found),
         "covered": len(found) == num_ranks and _covered(tuple(tensor.shape), pieces),
         "first": first,
-        "sha256": digest(tensor),
     }
 
 

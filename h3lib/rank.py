@@ -23,7 +23,12 @@ from pathlib import Path
 
 import torch
 
-from h3lib.canonical import CanonicalFile, canonical_tensors, save_canonical
+from h3lib.canonical import (
+    CanonicalFile,
+    canonical_file_name,
+    canonical_tensors,
+    save_canonical,
+)
 from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
@@ -94,7 +99,10 @@ class RankRun:
         fingerprint = {key: self.environment[key] for key in same}
         fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
-        require_same(self.world, {"contract": self.contract.id, **asked, **fingerprint})
+        asked["contract"] = self.contract.id
+        require_same(self.world, {**asked, **fingerprint})
+        alone = ("layout", "local_size", "timeout_s", "canonical")  # what one process does not ask
+        self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
         self.packed = pack(request.parsed_job).to(self.device)
         self.source = request.source(self.device)
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
@@ -128,27 +136,32 @@ class RankRun:
     def _canonical(self) -> CanonicalFile:
         """Computed by the first rank of each machine, read by all ranks of that machine.
 
-        The file is removed as soon as all have it open.
+        The file is removed as soon as all have it open, or kept for the next run that asks the
+        same question (`Request.canonical`).
         """
         first = self.hosts.index(self.hosts[self.world.rank])
-        path, failure = None, None
+        folder, path, failure, reused = None, None, None, False
         if self.world.rank == first:
-            path = str(Path(tempfile.mkdtemp(prefix="h3lib-")) / "canonical.safetensors")
             try:
-                shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-                save_canonical(canonical_tensors(self._block(shard)), path)
+                folder = Path(self.request.canonical or tempfile.mkdtemp(prefix="h3lib-"))
+                path = folder / canonical_file_name(self.question)
+                reused = path.exists()
+                if not reused:
+                    shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+                    save_canonical(canonical_tensors(self._block(shard)), path)
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
         try:
-            answers = self.world.gather_objects((path, failure))
-            for rank, (_, reason) in enumerate(answers):
+            answers = self.world.gather_objects((path, failure, reused))
+            for rank, (_, reason, _) in enumerate(answers):
                 if reason is not None:
                     raise PeerError(f"canonical block on rank {rank}", reason, "a block that runs")
             canonical = CanonicalFile(answers[first][0])
+            self.canonical_reused = any(answer[2] for answer in answers)
             self.world.gather_objects(None)
         finally:
-            if path is not None:
-                shutil.rmtree(Path(path).parent, ignore_errors=True)
+            if folder is not None and self.request.canonical is None:
+                shutil.rmtree(folder, ignore_errors=True)
         return canonical
 
     def _control(self, canonical: CanonicalFile) -> dict:
@@ -197,7 +210,7 @@ class RankRun:
         self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict
     ) -> dict:
         request, layout = self.request, self.layout
-        tensors = summarise(canonical, ranks)
+        tensors = summarise(canonical, canonical.digests, ranks)
         on_gpu = request.device == "cuda"
         per_host = max(self.hosts.count(host) for host in self.hosts)
         return {
@@ -219,6 +232,7 @@ class RankRun:
             "tensors": tensors,
             "equal": all(tensor["different"] == 0 for tensor in tensors),
             "control": control,
+            "canonical_reused": self.canonical_reused,
             "timings_s": seconds,
             "complete": True,
         }

@@ -102,7 +102,8 @@ REPORT_SCHEMA = _object(
         "control": _CONTROL,
         "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
         "complete": {"const": True},
-    }
+    },
+    {"canonical_reused": {"type": "boolean"}},
 )
 
 
@@ -211,8 +212,6 @@ def write_report(report: dict, path: Path | str) -> None:
 
 def environment(device: str, machine: str) -> dict:
     """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
-    commit = git_commit()
-    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
     on_gpu = device == "cuda"
     driver = (
         _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -220,8 +219,8 @@ def environment(device: str, machine: str) -> dict:
         else None
     )
     return {
-        "git_commit": commit,
-        "git_dirty": None if commit is None else bool(status),
+        "git_commit": git_commit(),
+        "git_dirty": git_dirty(),
         "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "driver": driver.splitlines()[0] if driver else None,
         "python": platform.python_version(),
@@ -236,6 +235,12 @@ def environment(device: str, machine: str) -> dict:
 def git_commit() -> str | None:
     """The commit that this package was checked out from, None without a repository."""
     return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+
+
+def git_dirty() -> bool | None:
+    """Whether that checkout has changes of its own, None without a repository."""
+    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+    return None if status is None else bool(status)
 
 
 def machine_names(hosts: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from h3lib.model.inputs import TIME_EMBEDDER
 from h3lib.model.packing import Job, job_for_rows
 from h3lib.model.weights import SyntheticWeights, WeightSource
 from h3lib.ops.backend import load_backend
+from h3lib.report import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -48,6 +49,7 @@ class Request:
     local_size: int | None = None
     timeout_s: float = 600.0
     backend: str = "eager"
+    canonical: str | None = None
 
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""
@@ -61,9 +63,18 @@ class Request:
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             raise RequestError("timeout in seconds", self.timeout_s, accepted)
+        if self.canonical is not None:
+            self._check_canonical(Path(self.canonical))
         self.model_size.check(PUBLISHED, self.device)
         Ownership.of(self.parsed_layout, self.parsed_job.num_rows, PUBLISHED)
         self.source("cpu")
+
+    def _check_canonical(self, folder: Path) -> None:
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise RequestError("canonical folder", self.canonical, "a folder that can be written")
+        if git_commit() is None or git_dirty():
+            accepted = "code of one commit without changes, which names what was computed"
+            raise RequestError("canonical folder", self.canonical, accepted)
 
     def remove_old_report(self) -> None:
         """A report of an earlier run goes first: what is there afterwards is of this run.

@@ -14,7 +14,7 @@ from h3lib.layout import Layout, Ownership
 from h3lib.model.inputs import trace_block
 from h3lib.model.packing import Packed
 from h3lib.model.trace import Key, Record
-from h3lib.model.weights import SyntheticWeights, WeightSource
+from h3lib.model.weights import SyntheticWeights, WeightSource, digest
 from h3lib.parallel.mesh import build_mesh
 from h3lib.parallel.shard import SeqShard
 from h3lib.parallel.transport import ThreadWorld
@@ -62,4 +62,5 @@ def play_layout(
         found = records(rank, trace_block(size, source, packed, shard, seed))
         return [compare_record(record, canonical[record.kind, record.name]) for record in found]
 
-    return summarise(canonical, world.run(rank_main))
+    digests = {key: digest(value) for key, value in canonical.items()}
+    return summarise(canonical, digests, world.run(rank_main))

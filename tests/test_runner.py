@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from block_support import NAMED_LAYOUTS, TINY
 
+import h3lib
 from h3lib.contract import ReportError
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import write_checkpoint
@@ -20,6 +22,7 @@ from h3lib.parallel.launch import descendants
 from h3lib.report import read_report
 
 H3LIB = [sys.executable, "-m", "h3lib.cli"]
+_COMPILED = shutil.ignore_patterns("__pycache__")
 
 
 def _run(*arguments, out, layout="tp1", rows="65", **options):
@@ -245,3 +248,40 @@ def test_layouts_lists_what_this_machine_can_run():
     names = {line.split()[0] for line in done.stdout.splitlines()[1:]}
     assert set(NAMED_LAYOUTS) <= names
     assert "no: no CUDA device" in done.stdout or "share a GPU" in done.stdout
+
+
+def test_canonical_values_are_kept_for_runs_of_the_same_commit(tmp_path):
+    source, kept, out = tmp_path / "checkout", tmp_path / "kept", tmp_path / "report.json"
+    shutil.copytree(Path(h3lib.__file__).parent, source / "h3lib", ignore=_COMPILED)
+    kept.mkdir()
+
+    def run(layout):
+        return _run(
+            "--canonical", str(kept), out=out, layout=layout, cwd=source,
+            env={**os.environ, "PYTHONPATH": str(source)},
+        )  # fmt: skip
+
+    def git(*arguments):
+        who = ("-c", "user.name=h3lib", "-c", "user.email=h3lib@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=source, check=True, capture_output=True)
+
+    (source / ".gitignore").write_text("__pycache__/\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "what is measured")
+    digests = []
+    for layout, reused in (("tp1", False), ("tp2", True)):
+        assert run(layout).returncode == 0
+        report = read_report(out)
+        assert report["canonical_reused"] is reused
+        digests.append({(t["kind"], t["name"]): t["sha256"] for t in report["tensors"]})
+    assert digests[0] == digests[1]
+    (file,) = kept.iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert run("tp1").returncode == 1, "what is kept is what is compared with"
+    assert sum(tensor["different"] for tensor in read_report(out)["tensors"]) == 1
+    (source / "changed").touch()
+    done = run("tp1")
+    assert done.returncode == 2 and "one commit without changes" in done.stderr
