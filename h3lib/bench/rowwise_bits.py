@@ -10,17 +10,14 @@ folds    backward passes with row folds: the eager ops' bytes for every rank's r
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.attention_invariance import Finding
-from h3lib.bench.measure import environment
+from h3lib.bench.findings import Check, Finding, write_findings
 from h3lib.contract import RowUnits
 from h3lib.ops import adaln, norm, rope, swiglu
 
@@ -215,7 +212,7 @@ def within_rounding(name: str, ours: tuple[Tensor, ...], exact: tuple[Tensor, ..
     return Finding("error against FP64", name, len(ours), over, details=details)
 
 
-CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+CHECKS: dict[str, Check] = {
     **{f"slices {name}": lambda name=name: check_slices(name) for name in OPS},
     "eager": check_eager,
     **{f"folds {rows}": lambda rows=rows: check_folds(rows) for rows in FOLD_ROWS},
@@ -229,18 +226,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown", help="commit that is checked")
     args = parser.parse_args()
-    findings = []
-    for check in CHECKS.values():
-        for finding in check():
-            findings.append(asdict(finding) | {"passed": finding.passed})
-            print(findings[-1], flush=True)
-    result = {
-        "environment": environment() | {"commit": args.commit},
-        "findings": findings,
-        "passed": all(finding["passed"] for finding in findings),
-        "complete": True,
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_findings(CHECKS, args.commit, args.out)
 
 
 if __name__ == "__main__":

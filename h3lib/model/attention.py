@@ -14,7 +14,7 @@ from h3lib.model.context import BlockContext, Rows
 from h3lib.ops import attention, rope
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
-from h3lib.ops.tree import partial_roots
+from h3lib.ops.tree import stacked_roots
 
 W_OUT = "attn.to_out.0.weight"
 
@@ -116,13 +116,9 @@ class _HeadNorm:
             shard.sequence_units,
             len(shard.feature_units),
         ).transpose(0, 1)  # [U_local, S_local, H]
-        first, units = shard.feature_units.start, shard.contract.num_units
-        roots = partial_roots(lambda unit: leaves[unit - first], shard.feature_units, units)
+        roots = stacked_roots(leaves, shard.feature_units, shard.contract.num_units)
         by_sequence = shard.sum_feature_units(roots, roots.dtype)
-        first = shard.sequence_units.start
-        roots = partial_roots(
-            lambda unit: by_sequence[unit - first], shard.sequence_units, NUM_SEQUENCE_UNITS
-        )
+        roots = stacked_roots(by_sequence, shard.sequence_units, NUM_SEQUENCE_UNITS)
         del self.x, self.r
         observe = ctx.observe_parameter(self.weight)
         ctx.gradient(self.weight, shard.sum_sequence_units(roots, ctx.dtype, observe))

@@ -100,24 +100,29 @@ class BlockContext:
 
     def node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
         """Name a value that is whole on every rank."""
+        if self.trace is None:
+            return tensor
         return self._node(name, tensor, whole(tuple(tensor.shape)), kind)
 
     def slice_node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
         """Name a value of the slice's rows, all columns."""
+        if self.trace is None:
+            return tensor
         return self._node(
             name, tensor, ((self.shard.slice_rows,), *whole(tuple(tensor.shape[1:]))), kind
         )
 
     def unit_node(self, name: str, tensor: Tensor, width: int) -> Tensor:
         """Name a value of the shard's rows and this rank's part of a feature axis of `width`."""
+        if self.trace is None:
+            return tensor
         part = (self.shard.feature_range(width),)
         return self._node(
             name, tensor, ((self.shard.shard_rows,), part, *whole(tuple(tensor.shape[2:])))
         )
 
     def _node(self, name: str, tensor: Tensor, region: Region, kind: str = NODE) -> Tensor:
-        if self.trace is not None:
-            self.trace.add(name, kind, tensor, region)
+        self.trace.add(name, kind, tensor, region)
         return tensor
 
     def observe(self, name: str, region: Region) -> Observe | None:

@@ -36,7 +36,7 @@ from h3lib.ops.hopper.launch import Launch
 BF16 = torch.bfloat16
 COLUMNS = 256
 OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
-HEAD_STAGES = 8  # steps in flight, in shared memory
+HEAD_STAGES = 3  # rows in flight, in shared memory: 7 KB of two operands a program
 HEAD_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 ROOT_COLUMNS = 32
 ROOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -63,22 +63,25 @@ def row_blocks_kernel(
     tl.store(at, total, mask=present[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "heads_per_unit"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def head_blocks_kernel(
-    dy, x, r, sums, num_rows, num_heads, heads_per_unit,
-    ROW_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    dy, x, r, sums, num_rows, num_heads,
+    HEADS: tl.constexpr, ROW_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """sums[block, unit, channel] = one chain of dy (x r) over rows (outer) and heads (inner)."""
+    """sums[block, unit, channel] = one chain of dy (x r) over rows (outer) and heads (inner).
+
+    HEADS of a unit are the model's, the same for every layout.
+    """
     block, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, HEAD_DIM)
     total = tl.zeros((HEAD_DIM,), tl.float32)
     first = block * ROW_BLOCK
-    steps = tl.minimum(num_rows - first, ROW_BLOCK).to(tl.int32) * heads_per_unit
-    for i in tl.range(0, steps, num_stages=STAGES):
-        row, head = first + i // heads_per_unit, unit * heads_per_unit + i % heads_per_unit
-        at = row * num_heads + head
-        xhat = tl.load(x + at * HEAD_DIM + channel).to(tl.float32) * tl.load(r + at)
-        total += tl.load(dy + at * HEAD_DIM + channel).to(tl.float32) * xhat
+    count = tl.minimum(num_rows - first, ROW_BLOCK).to(tl.int32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        for head in tl.static_range(HEADS):
+            at = (first + i) * num_heads + unit * HEADS + head
+            xhat = tl.load(x + at * HEAD_DIM + channel).to(tl.float32) * tl.load(r + at)
+            total += tl.load(dy + at * HEAD_DIM + channel).to(tl.float32) * xhat
     tl.store(sums + (block * tl.num_programs(1) + unit) * HEAD_DIM + channel, total)
 
 

@@ -48,6 +48,7 @@ def _run_end(table_rows, at, count, BLOCK: tl.constexpr):
 def modulated_norm_backward_kernel(
     da, x, w, r, scale, table_rows, dh, sums, num_rows, num_table_rows, width, da_stride, x_stride,
     scale_stride, ROW_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """sums[block] = chains of dw, then of (shift, scale) of each table row."""
     block = tl.program_id(0).to(tl.int64)
@@ -71,7 +72,7 @@ def modulated_norm_backward_kernel(
         tl.debug_barrier()
         dshift = tl.load(shift_sum, mask=present, other=0.0)
         dscale = tl.load(shift_sum + row_width, mask=present, other=0.0)
-        for i in tl.range(at, stop, num_stages=STAGES):
+        for i in tl.range(at, stop, num_stages=STAGES, loop_unroll_factor=UNROLL):
             row = first + i
             d = load_row(da, row, da_stride, column, present)
             xhat = load_row(x, row, x_stride, column, present) * tl.load(r + row)
@@ -93,6 +94,7 @@ def modulated_norm_backward_kernel(
 def gated_residual_backward_kernel(
     dx, gate, y, table_rows, dy, sums, num_rows, num_table_rows, width, dx_stride, gate_stride,
     y_stride, ROW_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """sums[block] = chains of the gate of each table row."""
     block = tl.program_id(0).to(tl.int64)
@@ -110,7 +112,7 @@ def gated_residual_backward_kernel(
         gates, group = load_table(gate, group, num_table_rows, gate_stride, column, present)
         tl.debug_barrier()
         dgate = tl.load(own + group * row_width, mask=present, other=0.0)
-        for i in tl.range(at, stop, num_stages=STAGES):
+        for i in tl.range(at, stop, num_stages=STAGES, loop_unroll_factor=UNROLL):
             row = first + i
             d = load_row(dx, row, dx_stride, column, present)
             term = d * load_row(y, row, y_stride, column, present)
@@ -121,7 +123,8 @@ def gated_residual_backward_kernel(
         at = stop
 
 
-STAGES = 6  # rows in flight, in shared memory: 5 KB of two operands a program
+STAGES = 4  # fetches in flight, of UNROLL rows each, in shared memory: 6 KB a program
+UNROLL = 2
 
 
 def fold_launch(
@@ -135,7 +138,7 @@ def fold_launch(
     rows, width = next(iter(operands.values())).shape
     strides = [row_stride(name, x) for name, x in operands.items()]
     sizes = (rows, num_table_rows, width // UNIT)
-    arguments = (*arguments, *sizes, *strides, row_block, COLUMNS, STAGES)
+    arguments = (*arguments, *sizes, *strides, row_block, COLUMNS, STAGES, UNROLL)
     return Launch(
         kernel, arguments, OPTIONS, (triton.cdiv(rows, row_block), triton.cdiv(width, COLUMNS))
     )
