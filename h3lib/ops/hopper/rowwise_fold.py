@@ -123,8 +123,8 @@ def gated_residual_backward_kernel(
         at = stop
 
 
-STAGES = 4  # fetches in flight, of UNROLL rows each, in shared memory: 6 KB a program
-UNROLL = 2
+STAGES = 3  # fetches in flight, of UNROLL rows each, in shared memory: 8 KB a program
+UNROLL = 4
 
 
 def fold_launch(
