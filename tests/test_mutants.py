@@ -9,11 +9,12 @@ from block_support import SMALL_BLOCKS, play, red
 from h3lib.compare import different_elements
 from h3lib.contract import NUM_ROW_UNITS
 from h3lib.model import context
-from h3lib.ops import gemm
+from h3lib.ops import adaln, gemm
 from h3lib.ops.tree import partial_roots
-from h3lib.parallel.collective import TreeCollective, num_roots
+from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.control import RingControl
 from h3lib.parallel.shard import SeqShard
+from h3lib.parallel.transport import num_roots
 
 LAYOUT, ROWS = "tp4-cp2-sp", 264
 
@@ -21,10 +22,11 @@ LAYOUT, ROWS = "tp4-cp2-sp", 264
 class _FaultyCollective(TreeCollective):
     """A two-shot collective whose sum of the received roots is `add`."""
 
-    def _finish(self, flat, leaf_cuts, slices):
+    def _root(self, flat, leaf_cuts, slices, dtype, call):
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        return self.add(self.transport.exchange([flat[:, a:b] for a, b in slices], shapes))
+        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
+        return self.add(roots).to(dtype)
 
 
 class StartAtOwnRank(_FaultyCollective):
@@ -53,8 +55,8 @@ class Unreduced(_FaultyCollective):
 
 
 class Bf16Partials(TreeCollective):
-    def _finish(self, flat, leaf_cuts, slices):
-        return super()._finish(flat.bfloat16().float(), leaf_cuts, slices)
+    def _root(self, flat, leaf_cuts, slices, dtype, call):
+        return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
 
 
 def _on_axes(fault, *axes):
@@ -111,16 +113,15 @@ def test_bf16_outputs_hide_an_order_that_roots_show():
 def test_a_leaf_that_depends_on_sp_is_red(monkeypatch):
     """Under SP the slice is folded as one leaf, not by row units."""
 
-    def one_leaf(self, terms, groups=None, num_groups=1):
+    def one_leaf(terms, rows, units, groups=None, num_groups=1):
         folded = terms.new_zeros((num_groups, *terms.shape[1:]))
         for i, term in enumerate(terms):
             folded[0 if groups is None else groups[i]] += term
-        units = self.shard.row_units
         first = lambda unit: folded if unit == units.start else torch.zeros_like(folded)  # noqa: E731
         return partial_roots(first, units, NUM_ROW_UNITS)
 
     play(LAYOUT, 257, SMALL_BLOCKS)  # the canonical values are made before the fault
-    monkeypatch.setattr(context.BlockContext, "row_units", one_leaf)
+    monkeypatch.setattr(adaln, "row_unit_roots", one_leaf)
     found = red(play(LAYOUT, 257, SMALL_BLOCKS))
     assert {("root", "norm1.weight"), ("root", "norm2.weight"), ("root", "d.adaln.m")} <= found
 

@@ -64,6 +64,27 @@ def test_real_processes_give_the_bytes_of_one(layout, tmp_path):
     assert done.stderr == "", "quiet when not a terminal"
 
 
+def test_the_model_in_stages_of_real_processes(tmp_path):
+    out = tmp_path / "report.json"
+    done = _run("--blocks", "all", "--recompute", out=out, layout="tp2-sp-pp2")
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["blocks"] == 2 and report["recompute"] and report["equal"]
+    assert {"video", "d.text", "proj_out.bias"} <= {tensor["name"] for tensor in report["tensors"]}
+
+
+def test_a_generation_of_real_processes(tmp_path):
+    out = tmp_path / "report.json"
+    asked = ("--layout", "tp2-cp2", "--rows", "132", "--points", "3", "--out", str(out))
+    command = [*H3LIB, "generate", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["points"] == 3 and report["first_different_step"] is None
+    assert len(report["tensors"]) == 16 and report["control"]["different"] > 0
+    assert done.stderr == "", "quiet when not a terminal"
+
+
 @pytest.mark.slow
 def test_sixteen_processes(tmp_path):
     done = _run(out=tmp_path / "report.json", layout="tp8-cp2-sp-local4", rows="264")
@@ -112,7 +133,9 @@ REFUSED = {
     "rows 0": (("--rows", "0"), "0"),
     "size": (("--size", "huge"), "received 'huge'; accepted: full, small, tiny"),
     "device": (("--device", "tpu"), "received 'tpu'; accepted: cpu, cuda"),
-    "blocks": (("--blocks", "2"), "received 2; accepted: 1"),
+    "blocks": (("--blocks", "3"), "received '3'; accepted: 1 to 2 of tiny, or all"),
+    "recompute": (("--recompute",), "with --blocks 2 or more"),
+    "stages of one block": (("--layout", "tp1-pp2"), "pp degree: received 2; accepted: 1"),
     "weights": (("--weights", "nowhere"), "received 'nowhere'"),
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
     "local": (("--local-size", "3"), "local size: received 3"),
