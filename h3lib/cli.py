@@ -40,6 +40,13 @@ def main(arguments: list[str] | None = None) -> None:
     bench = commands.add_parser("bench", help="measure kernels beside the libraries, on one GPU")
     bench.add_argument("what", choices=("kernels",))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    bench.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("rowwise", "gemm", "attention", "block"),
+        metavar="PART",
+        help="rowwise, gemm, attention, block; all if left out",
+    )
     bench.set_defaults(main=_bench)
     options = parser.parse_args(arguments)
     try:
@@ -166,9 +173,9 @@ def _run(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         require_cuda()
-        from h3lib.bench.kernels import bench_kernels  # needs Triton, which run does not
+        from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
 
-        bench_kernels(options.out)
+        bench_kernels(options.out, options.parts or PARTS)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

@@ -20,7 +20,7 @@ from h3lib.model.packing import Job, job_for_rows, pack
 from h3lib.model.program import Program
 from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
-from h3lib.report import git_commit, git_dirty
+from h3lib.provenance import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0

@@ -16,7 +16,7 @@ from h3lib.bench.mutants import (
 from h3lib.compare import different_elements
 from h3lib.contract import NUM_ROW_UNITS
 from h3lib.model import context
-from h3lib.ops import gemm
+from h3lib.ops import adaln, gemm
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.control import RingControl
 from h3lib.parallel.shard import SeqShard
@@ -64,16 +64,15 @@ def test_bf16_outputs_hide_an_order_that_roots_show():
 def test_a_leaf_that_depends_on_sp_is_red(monkeypatch):
     """Under SP the slice is folded as one leaf, not by row units."""
 
-    def one_leaf(self, terms, groups=None, num_groups=1):
+    def one_leaf(terms, rows, units, groups=None, num_groups=1):
         folded = terms.new_zeros((num_groups, *terms.shape[1:]))
         for i, term in enumerate(terms):
             folded[0 if groups is None else groups[i]] += term
-        units = self.shard.row_units
         first = lambda unit: folded if unit == units.start else torch.zeros_like(folded)  # noqa: E731
         return partial_roots(first, units, NUM_ROW_UNITS)
 
     play(LAYOUT, 257, SMALL_BLOCKS)  # the canonical values are made before the fault
-    monkeypatch.setattr(context.BlockContext, "row_units", one_leaf)
+    monkeypatch.setattr(adaln, "row_unit_roots", one_leaf)
     found = red(play(LAYOUT, 257, SMALL_BLOCKS))
     assert {("root", "norm1.weight"), ("root", "norm2.weight"), ("root", "d.adaln.m")} <= found
 
