@@ -71,6 +71,10 @@ def _add_run(commands) -> None:
     parser.add_argument(
         "--backend", default="eager", help="eager, the contract's order in plain PyTorch; or triton"
     )
+    parser.add_argument(
+        "--transport",
+        help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
+    )
     parser.add_argument("--out", required=True, metavar="FILE.json")
     parser.set_defaults(main=_run)
 

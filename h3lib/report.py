@@ -102,7 +102,8 @@ REPORT_SCHEMA = _object(
         "control": _CONTROL,
         "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
         "complete": {"const": True},
-    }
+    },
+    {"transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}}},
 )
 
 

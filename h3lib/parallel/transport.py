@@ -281,9 +281,10 @@ class ThreadTransport(Transport):
         return [row[self.rank] for row, *_ in posted]
 
 
-def pack_bytes(parts: Sequence[Tensor]) -> Tensor:
-    """The parts' bytes, one after the other, on the CPU."""
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8).cpu() for part in parts])
+def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """The parts' bytes, one after the other, on the device."""
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([part.to(device) for part in flat])
 
 
 def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:

@@ -193,9 +193,7 @@ def worlds(tmp_path_factory) -> dict[str, tuple[list[int], list]]:
         return {name: ranks.wait(deadline) for name, ranks in running.items()}
     finally:
         for ranks in running.values():
-            for process in ranks.processes:
-                process.kill()
-                process.wait()
+            ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,10 @@ def rank_main(folder: Path) -> None:
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("peer")
     started = Ranks(__file__, "world", SIZE, SIZE, folder, TRITON_INTERPRET="1")
-    statuses, found = started.wait(time.monotonic() + 150)
+    try:
+        statuses, found = started.wait(time.monotonic() + 150)
+    finally:
+        started.close()
     assert statuses == [0, 0, -signal.SIGKILL, 0]
     return found
 
