@@ -1,4 +1,4 @@
-"""The command line: `h3lib run`, `h3lib layouts`, `h3lib verify`, `h3lib bench`."""
+"""The command line: `h3lib run`, `layouts`, `verify`, `bench`, `faults`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_argument("what", choices=("kernels",))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.set_defaults(main=_bench)
+    _add_faults(commands)
     options = parser.parse_args(arguments)
     try:
         sys.exit(options.main(options))
@@ -77,6 +78,33 @@ def _add_run(commands) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FILE.json")
     parser.set_defaults(main=_run)
+
+
+def _add_faults(commands) -> None:
+    parser = commands.add_parser(
+        "faults",
+        help="break collectives on purpose; 0 if every survivor raised the right error in time",
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    parser.set_defaults(main=_faults)
+
+
+def _faults(options: argparse.Namespace) -> int:
+    from h3lib.faults.injection import run_faults
+
+    try:
+        if options.device == "cuda":
+            require_cuda()
+        return run_faults(
+            options.count, options.seed, options.out, options.device, options.ranks
+        )
+    except H3Error as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def _run(options: argparse.Namespace) -> int:

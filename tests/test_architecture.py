@@ -14,7 +14,7 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "notebook", "bench"},
+    {"canonical", "compare", "report", "simulate", "request", "notebook", "bench", "faults"},
     {"rank"},
     {"run"},
     {"cli", "book", "readme"},

@@ -189,8 +189,9 @@ class GlooTransport(Transport):
         )
         headers = [None] * self.size
         dist.all_gather_object(headers, header, group=self.group)
-        check_calls([call for *_, call in headers])
-        check_exchange([sent for sent, *_ in headers], [expected for _, expected, _ in headers])
+        check_calls([call for *_, call in headers], self.ranks)
+        sent, expected = [sent for sent, *_ in headers], [shapes for _, shapes, _ in headers]
+        check_exchange(sent, expected, self.ranks)
         return self._move(parts, shapes)
 
     def _move(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:

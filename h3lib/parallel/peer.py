@@ -248,7 +248,7 @@ class PeerTree(Level):
         ranks = [self.control.ranks[place] for place in named]
         if kind == DISAGREES.value:
             try:
-                check_calls(self.control.gather_objects(call))
+                check_calls(self.control.gather_objects(call), self.control.ranks)
             except PeerError as error:
                 return error
             return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)

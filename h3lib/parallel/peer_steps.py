@@ -82,7 +82,7 @@ class PeerSteps:
 
     def row_width(self, rows: int, longest: int) -> int:
         """FP32 elements of each of a slot's rows: `longest` whole units, or as many as fit."""
-        fit = self.slot_words * 2 // rows // UNIT * UNIT
+        fit = self.slot_words * 2 // max(1, rows) // UNIT * UNIT
         if not fit:
             raise OperandError("roots times slices", rows, f"at most {self.slot_words * 2 // UNIT}")
         return min(fit, max(1, -(-longest // UNIT)) * UNIT)
