@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
-    bench = commands.add_parser("bench", help="measure kernels beside the libraries, on one GPU")
-    bench.add_argument("what", choices=("kernels",))
+    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
+    bench.add_argument("what", choices=("kernels", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
@@ -115,9 +115,12 @@ def _run(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         require_cuda()
-        from h3lib.bench.kernels import bench_kernels  # needs Triton, which run does not
+        if options.what == "collectives":
+            from h3lib.bench.collectives import bench_collectives as measure
+        else:
+            from h3lib.bench.kernels import bench_kernels as measure  # needs Triton: not above
 
-        bench_kernels(options.out)
+        measure(options.out)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

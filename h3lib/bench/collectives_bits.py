@@ -318,34 +318,34 @@ CHECKS = (
     check_reduce_scatter,
     check_gather,
     check_integers,
+    check_mutant,
     check_back_to_back,
     check_graph,
-    check_mutant,
     check_big,
 )
 
 
-def run_checks(bench: Bench, sizes: list[int], say: Callable[[str], None]) -> list[Finding]:
-    """Every check in every world; ranks outside a world wait for it."""
-    findings = []
+def run_checks(
+    bench: Bench, sizes: list[int], after: Callable[[str, list[Finding]], None]
+) -> None:
+    """Every check in every world, `after` each of them; ranks outside a world wait for it."""
     plan = [
         (f"{check.__name__[6:]}, {n} ranks", n, functools.partial(check, bench, n))
-        for n in sizes
         for check in CHECKS
+        for n in sizes
     ]
     for nodes, local in HIERARCHIES:
         check = functools.partial(check_hierarchy, bench, nodes, local)
         plan.append((f"hierarchy, {nodes} nodes of {local}", nodes * local, check))
     for name, size, check in plan:
-        began = time.monotonic()
+        began, findings = time.monotonic(), []
         if bench.rank < size:
             for case, value, expected, equal in check():
                 shaped = (value.dtype, value.shape) == (expected.dtype, expected.shape)
                 different = int(different_elements(value, expected).sum()) if shaped else -1
                 findings.append(Finding(name, case, value.numel(), different, equal))
-        bench.world.gather_objects(None)
-        say(f"{name}: {time.monotonic() - began:.1f} s")
-    return findings
+        found = merged(bench.world.gather_objects(findings))
+        after(f"{name}: {time.monotonic() - began:.1f} s", found)
 
 
 def merged(ranks: list[list[Finding]]) -> list[Finding]:
@@ -364,21 +364,25 @@ def merged(ranks: list[list[Finding]]) -> list[Finding]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """A rank: run the checks; rank 0 writes the report."""
+    """A rank: run the checks; rank 0 writes the report after each of them."""
     die_with_launcher()
-    bench = Bench(options.quick)
+    bench, findings = Bench(options.quick), []
 
-    def say(line: str) -> None:
+    def after(line: str, found: list[Finding]) -> None:
+        findings.extend(found)
         if bench.rank == 0:
-            print(line, flush=True)
+            wrong = [finding for finding in found if not finding.passed]
+            print(line, *wrong[:5], flush=True)
+            _write(options, findings, complete=False)
 
-    findings = merged(bench.world.gather_objects(run_checks(bench, options.ranks, say)))
+    run_checks(bench, options.ranks, after)
     bench.close()
-    if bench.rank:
-        return
-    failed = [finding for finding in findings if not finding.passed]
-    for finding in failed[:30]:
-        print(finding)
+    if bench.rank == 0:
+        _write(options, findings, complete=True)
+        print(f"{len(findings)} findings, {sum(not f.passed for f in findings)} failed")
+
+
+def _write(options: argparse.Namespace, findings: list[Finding], complete: bool) -> None:
     gpus = torch.cuda.device_count()
     content = {
         "environment": environment() | {"commit": options.commit},
@@ -387,11 +391,10 @@ def rank_main(options: argparse.Namespace) -> None:
         "ranks_per_gpu": -(-NUM_RANKS // gpus),
         "transports": ["peer inside a node", "gloo between nodes"],
         "findings": [asdict(finding) | {"passed": finding.passed} for finding in findings],
-        "passed": not failed,
-        "complete": True,
+        "passed": all(finding.passed for finding in findings),
+        "complete": complete,
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{len(findings)} findings, {len(failed)} failed")
 
 
 def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:

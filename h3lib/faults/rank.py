@@ -184,7 +184,7 @@ class Rank:
     def _work(self, group: Group) -> None:
         injection, expected = self.injection, digest(group.expected())
         step = self._graph(group) if injection.when == "graph" else group.call
-        for _ in range(injection.calls_before):
+        for _ in range(injection.calls_before + (injection.when == "after")):
             self._compare(step(), expected)
         if self.is_victim:
             self._fault(group)
@@ -199,9 +199,6 @@ class Rank:
         """Be killed, stopped or late; `during` strikes while the calls go on."""
         injection = self.injection
         number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(injection.fault)
-        if injection.when == "after":
-            group.call()
-
         def strike() -> None:
             time.sleep(injection.delay_s if injection.when in ("during", "graph") else 0)
             self._mark()

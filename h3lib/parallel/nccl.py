@@ -43,3 +43,24 @@ class NcclTransport(GlooTransport):
                 raise RuntimeError(f"no end after {self.world.timeout_s:g} s")
             time.sleep(0.0002)
         work.wait()
+
+
+class NcclLibrary:
+    """NCCL's own collectives of one group, which add in NCCL's order: for benchmarks alone."""
+
+    def __init__(self, world: GlooWorld, ranks: list[int]):
+        self.group = world.data_group(ranks)
+
+    def all_reduce(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        _renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=self.group)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        _renamed("all_gather_single", "all_gather_into_tensor")(out, x, group=self.group)
+
+
+def _renamed(new: str, old: str):
+    """torch 2.13 renames two collectives that 2.11 has under the old names alone."""
+    return getattr(dist, new, None) or getattr(dist, old)
