@@ -199,6 +199,7 @@ class Rank:
         """Be killed, stopped or late; `during` strikes while the calls go on."""
         injection = self.injection
         number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(injection.fault)
+
         def strike() -> None:
             time.sleep(injection.delay_s if injection.when in ("during", "graph") else 0)
             self._mark()
