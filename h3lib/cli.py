@@ -1,4 +1,4 @@
-"""The command line: `h3lib run`, `generate`, `checkpoint`, `layouts`, `verify`, `bench`."""
+"""The command line: `h3lib run`, `generate`, `checkpoint`, `verify`, `bench`, `faults` and more."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
-    bench = commands.add_parser("bench", help="measure kernels beside the libraries, on one GPU")
-    bench.add_argument("what", choices=("kernels",))
+    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
+    bench.add_argument("what", choices=("kernels", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="rowwise, gemm, attention, block; all if left out",
     )
     bench.set_defaults(main=_bench)
+    _add_faults(commands)
     options = parser.parse_args(arguments)
     try:
         sys.exit(options.main(options))
@@ -162,7 +163,38 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         help="keep the canonical values there, and take them from there if an earlier run of the "
         "same commit, inputs, device and software left them (the report says which)",
     )
+    parser.add_argument(
+        "--transport",
+        help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
+    )
     parser.add_argument("--out", required=True, metavar="FILE.json")
+
+
+def _add_faults(commands) -> None:
+    parser = commands.add_parser(
+        "faults",
+        help="break collectives on purpose; 0 if every survivor raised the right error in time",
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    parser.set_defaults(main=_faults)
+
+
+def _faults(options: argparse.Namespace) -> int:
+    from h3lib.faults.injection import run_faults
+
+    try:
+        if options.device == "cuda":
+            require_cuda()
+        return run_faults(
+            options.count, options.seed, options.out, options.device, options.ranks
+        )
+    except H3Error as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -173,9 +205,14 @@ def _run(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         require_cuda()
-        from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+        if options.what == "collectives":
+            from h3lib.bench.collectives import bench_collectives
 
-        bench_kernels(options.out, options.parts or PARTS)
+            bench_collectives(options.out)
+        else:
+            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+
+            bench_kernels(options.out, options.parts or PARTS)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

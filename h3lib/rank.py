@@ -36,8 +36,9 @@ from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
-from h3lib.parallel.gloo import GlooWorld, require_same, world_size
+from h3lib.parallel.gloo import GlooWorld, local_world_size, require_same, world_size
 from h3lib.parallel.launch import die_with_launcher
+from h3lib.parallel.levels import Levels, transports_of
 from h3lib.parallel.mesh import build_mesh, mesh_groups
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
@@ -62,7 +63,11 @@ class RankRun:
         if world_size() != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
             raise LayoutError("number of ranks", world_size(), accepted)
-        self.world = GlooWorld(mesh_groups(self.layout), self.request.timeout_s)
+        groups = mesh_groups(self.layout)
+        transports = self._transports(groups)
+        nccl = [group for group in groups if transports[group] == "nccl"]
+        self.world = GlooWorld(groups, self.request.timeout_s, data_groups=nccl)
+        self.levels = Levels(self.world, transports)
         try:
             self._join()
             self._phase("canonical")
@@ -76,7 +81,15 @@ class RankRun:
             control = self._control(canonical)
             return self._report(canonical, differences, control)
         finally:
+            self.levels.close()
             self.world.close()
+
+    def _transports(self, groups: list[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+        """How each group is joined; ranks of a machine that has a GPU for each own one."""
+        request, owns_gpu = self.request, False
+        if request.device == "cuda":
+            owns_gpu = local_world_size() <= torch.cuda.device_count()
+        return transports_of(self.layout, groups, request.chosen_transport, owns_gpu)
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
@@ -102,12 +115,12 @@ class RankRun:
         asked["contract"] = self.contract.id
         require_same(self.world, {**asked, **fingerprint})
         # what one process does not ask
-        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute")
+        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
         self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
-        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
+        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
 
     def _records(
         self, shard: SeqShard, program: Program, backward: bool = True
@@ -227,6 +240,7 @@ class RankRun:
             "seed": request.seed,
             "device": request.device,
             "backend": request.backend,
+            "transports": self.levels.used(),
             "environment": self.environment,
             **self._digests(),
             "tensors": tensors,

@@ -105,6 +105,7 @@ REPORT_SCHEMA = _object(
         "complete": {"const": True},
     },
     {
+        "transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}},
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},

@@ -14,7 +14,10 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench"},
+    {
+        "canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench",
+        "faults",
+    },
     {"rank"},
     {"run"},
     {"cli", "book", "readme", "ledger", "claims"},

@@ -15,7 +15,6 @@ from h3lib.bench.mutants import (
 )
 from h3lib.compare import different_elements
 from h3lib.contract import NUM_ROW_UNITS
-from h3lib.model import context
 from h3lib.ops import adaln, gemm
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.control import RingControl

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from h3lib.contract import PeerError
@@ -45,11 +45,12 @@ def run_ranks(
     timeout_s: float,
     log: Path,
     tick: Callable[[], None],
+    variables: Mapping[str, str] | None = None,
 ) -> int:
     """`python -m module arguments` on `num_ranks` ranks of this machine; torchrun's exit status.
 
     Their output goes to `log`, their temporary files beside it; `tick` is called a few times a
-    second.
+    second; `variables` join their environment.
 
     **Raises:** PeerError if they have not ended after `timeout_s`; then none is left running.
     """
@@ -67,6 +68,7 @@ def run_ranks(
         *arguments,
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(log.parent)}
+    environment |= variables or {}
     deadline = time.monotonic() + timeout_s
     with log.open("w") as output:
         agent = subprocess.Popen(
