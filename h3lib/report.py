@@ -264,6 +264,14 @@ def environment(device: str, machine: str) -> dict:
     }
 
 
+def fingerprint(where: dict) -> dict:
+    """What must be the same on every rank for the same bits, from its `environment`."""
+    same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
+    return {key: where[key] for key in same} | {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability()
+    }
+
+
 def git_commit() -> str | None:
     """The commit that this package was checked out from, None without a repository."""
     return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")

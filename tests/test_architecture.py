@@ -15,7 +15,7 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"parallel"},
     {"model"},
     {"canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench"},
-    {"rank"},
+    {"rank", "pretrained"},
     {"run"},
     {"cli", "book", "readme", "ledger"},
 )
