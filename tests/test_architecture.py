@@ -14,7 +14,8 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench"},
+    {"canonical", "compare", "report", "simulate", "request", "folders", "explain"}
+    | {"notebook", "bench"},
     {"rank", "pretrained"},
     {"run"},
     {"cli", "book", "readme", "ledger"},
