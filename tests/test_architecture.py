@@ -18,7 +18,7 @@ LAYERS = (  # each may import from its own layer and from those before it
     | {"notebook", "bench"},
     {"rank", "pretrained"},
     {"run"},
-    {"cli", "book", "readme", "ledger"},
+    {"cli", "book", "readme", "ledger", "claims"},
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))
