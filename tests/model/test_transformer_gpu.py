@@ -21,7 +21,7 @@ def _on_gpu(dtype):
     packed = pack(job_for_rows(264))
     given = inputs_in(SMALL, packed, dtype)
     rows = (given.video.cuda(), given.audio.cuda(), given.text.cuda())
-    weights = {name: value.cuda() for name, value in weights_in(SMALL, dtype).items()}
+    weights = weights_in(SMALL, dtype, device="cuda")
     inputs = Inputs(*rows, packed.to("cuda"))
     return SMALL, weights, inputs, tuple(x.cuda() for x in output_gradients(given))
 
