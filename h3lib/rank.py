@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -97,7 +96,7 @@ class RankRun:
     def _join(self) -> None:
         """Device, peers that agree, place in the layout, inputs."""
         request, rank = self.request, self.world.rank
-        self.hosts = self.world.gather_objects(socket.gethostname())
+        self.hosts = self.world.members.hosts
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
         self.device = request.device
         if request.device == "cuda":

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from h3lib.layout import Ownership
-from h3lib.parallel.collective import Cuts, TreeCollective
+from h3lib.parallel.collective import TreeCollective
+from h3lib.parallel.transport import Call, Cuts, Slice, num_roots
 
 Key = tuple[str, str]
 CONTROL_KIND = "bf16 all-reduce in ring order from the own rank"
@@ -34,10 +35,19 @@ def control_axes(owner: Ownership, keys: Mapping[str, Key]) -> dict[str, Key]:
 class RingControl(TreeCollective):
     """A collective with the order of a ring; only the control uses it."""
 
-    def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
-        roots = self._roots_of_slice(flat, leaf_cuts, slices)
+    def _root(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> Tensor:
+        start, stop = slices[self.rank]
+        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
+        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
         partials = [part.sum(dim=0).to(torch.bfloat16) for part in roots]
         total = partials[self.rank]
         for step in range(1, self.size):
             total = total + partials[(self.rank + step) % self.size]
-        return total.to(flat.dtype)
+        return total.to(dtype)

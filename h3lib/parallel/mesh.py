@@ -14,10 +14,10 @@ from h3lib.layout import Layout
 from h3lib.parallel.collective import Collective, LocalCollective, TreeCollective
 from h3lib.parallel.hierarchical import HierarchicalCollective
 from h3lib.parallel.pipeline import Pipeline
-from h3lib.parallel.transport import Transport
+from h3lib.parallel.transport import Level
 
 Group = tuple[int, ...]
-Connect = Callable[[Group, int], Transport]
+Connect = Callable[[Group, int], Level]
 """Opens the group of these global ranks, seen from the given global rank."""
 
 
@@ -88,7 +88,5 @@ def _levels(layout: Layout, axis: Group, rank: int) -> list[Group]:
 def _collective(layout: Layout, axis: Group, rank: int, connect: Connect) -> Collective:
     if len(axis) == 1:
         return LocalCollective()
-    transports = [connect(group, rank) for group in _levels(layout, axis, rank)]
-    return (
-        TreeCollective(*transports) if len(transports) == 1 else HierarchicalCollective(*transports)
-    )
+    levels = [connect(group, rank) for group in _levels(layout, axis, rank)]
+    return TreeCollective(*levels) if len(levels) == 1 else HierarchicalCollective(*levels)

@@ -6,13 +6,14 @@ sequence: its stages run one after the other, and the axis spreads layers over m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from h3lib.parallel.collective import Collective, LocalCollective
-from h3lib.parallel.transport import Shape, Transport
+from h3lib.parallel.transport import Level, Shape
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Pipeline:
 
     stage: int = 0
     num_stages: int = 1
-    before: Transport | None = None
-    after: Transport | None = None
+    before: Level | None = None
+    after: Level | None = None
     every: Collective = field(default_factory=LocalCollective)
 
     @property
@@ -35,21 +36,19 @@ class Pipeline:
 
     def send_forward(self, x: Tensor) -> None:
         """To the next stage, which waits in `receive_forward`."""
-        self.after.exchange([x.new_empty(0), x.contiguous()], [(0,), (0,)])
+        self.after.gather(x.reshape(-1), [x.numel(), 0])
 
     def receive_forward(self, shape: Shape, like: Tensor) -> Tensor:
         """From the stage before, in the dtype and on the device of `like`."""
-        nothing = like.new_empty(0)
-        return self.before.exchange([nothing, nothing], [shape, (0,)])[0]
+        return self.before.gather(like.new_empty(0), [math.prod(shape), 0]).view(shape)
 
     def send_back(self, x: Tensor) -> None:
         """To the stage before, which waits in `receive_back`."""
-        self.before.exchange([x.contiguous(), x.new_empty(0)], [(0,), (0,)])
+        self.before.gather(x.reshape(-1), [0, x.numel()])
 
     def receive_back(self, shape: Shape, like: Tensor) -> Tensor:
         """From the next stage, in the dtype and on the device of `like`."""
-        nothing = like.new_empty(0)
-        return self.after.exchange([nothing, nothing], [(0,), shape])[1]
+        return self.after.gather(like.new_empty(0), [0, math.prod(shape)]).view(shape)
 
     def from_stage(self, stage: int, x: Tensor | None, shape: Shape, like: Tensor) -> Tensor:
         """`x` of one stage on every stage; the others pass None."""
