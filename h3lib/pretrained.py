@@ -12,7 +12,6 @@ rank's parts of them), and one autograd node holds the model, so that gradients 
 
 from __future__ import annotations
 
-import socket
 from dataclasses import fields
 
 import torch
@@ -97,8 +96,8 @@ class H3Transformer(nn.Module):
         if not launched():
             return cls(source_on(device), layout, 0, local_mesh(), **how)
         world = GlooWorld(mesh_groups(layout), timeout_s)
-        hosts = world.gather_objects(socket.gethostname())
         if device == "cuda":
+            hosts = world.members.hosts
             local_rank = hosts[: world.rank].count(hosts[world.rank])
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         require_same(world, fingerprint(environment(device, "")) | {"layout": layout.name})
