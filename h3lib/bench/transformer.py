@@ -37,6 +37,7 @@ METADATA = (
     "timestep", "timestep_indices", "token_tags", "position_ids", "video_indices", "audio_indices",
     "text_indices",
 )  # fmt: skip
+DEVICE, BACKEND = "cuda", "triton"
 Call = Callable[[], object]
 
 
@@ -46,7 +47,7 @@ def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
 
     with torch.device("meta"):
         model = MiniMaxH3Transformer3DModel(**{name: getattr(size, name) for name in CONFIG})
-    model.rope = type(model.rope)(size.rope_freq_dim, size.rope_theta).cuda()
+    model.rope = type(model.rope)(size.rope_freq_dim, size.rope_theta).to(DEVICE)
     model.load_state_dict(weights, assign=True)
     return model
 
@@ -55,10 +56,10 @@ class Case:
     """One number of rows: both models on the same weights and rows."""
 
     def __init__(self, size: ModelSize, weights: dict[str, torch.Tensor], theirs, rows: int):
-        packed = pack(job_for_rows(rows)).to("cuda")
+        packed = pack(job_for_rows(rows)).to(DEVICE)
         self.inputs = model_inputs(size, packed, 0)
         self.gradients = output_gradients(self.inputs, 0)
-        self.ours = Transformer(size, SeqShard.canonical(rows), weights, "triton")
+        self.ours = Transformer(size, SeqShard.canonical(rows), weights, BACKEND)
         self.theirs = theirs
         self.metadata = {name: getattr(packed, name) for name in METADATA}
 
@@ -122,7 +123,7 @@ def free_gradients(model) -> None:
 def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -> None:
     """Every number of rows: forward, then forward + backward; `write` after each."""
     shard = SeqShard.canonical(1)
-    weights = rank_weights(size, SyntheticWeights(size, 0, "cuda"), shard)
+    weights = rank_weights(size, SyntheticWeights(size, 0, DEVICE), shard)
     theirs = diffusers_model(size, weights).requires_grad_(False).eval()
     held = sum(w.numel() * w.element_size() for w in weights.values())
     found: list[dict] = []
