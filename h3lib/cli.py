@@ -1,4 +1,4 @@
-"""The command line: `h3lib run`, `generate`, `checkpoint`, `verify`, `bench`, `faults` and more."""
+"""The command line: `h3lib run`, `generate`, `checkpoint`, `explain`, `bench`, `faults`, ..."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 
 import torch
 
-from h3lib.contract import SIZES, CheckpointError, H3Error, LayoutError, ReportError, model_size
+from h3lib.contract import (
+    SIZES,
+    BackendError,
+    CheckpointError,
+    H3Error,
+    LayoutError,
+    ReportError,
+    model_size,
+)
+from h3lib.explain import explain
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
 from h3lib.model.released import FILE_STEM
@@ -33,6 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
         "layouts", help="list the layouts that this machine can run, and why not the rest"
     )
     layouts.set_defaults(main=_layouts)
+    explain = commands.add_parser(
+        "explain", help="per op: the kernel of each back end on this machine, its order, and why"
+    )
+    explain.add_argument("--op", help="one op in full, e.g. linear_forward")
+    explain.set_defaults(main=_explain)
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
@@ -85,6 +99,16 @@ def _add_generate(commands) -> None:
         "--points", type=int, default=5, metavar="N", help="grid points; N - 1 steps (default 5)"
     )
     parser.set_defaults(main=_run)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    try:
+        for line in explain(options.op):
+            print(line)
+    except BackendError as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
+    return EQUAL
 
 
 def _add_checkpoint(commands) -> None:

@@ -41,7 +41,14 @@ from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.levels import Levels, transports_of
 from h3lib.parallel.mesh import build_mesh, mesh_groups
 from h3lib.parallel.shard import SeqShard
-from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
+from h3lib.report import (
+    PHASES,
+    SCHEMA_VERSION,
+    environment,
+    fingerprint,
+    machine_names,
+    write_report,
+)
 from h3lib.request import Request
 
 EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
@@ -108,15 +115,13 @@ class RankRun:
         if request.device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         self.environment = environment(request.device, machine_names(self.hosts)[rank])
-        same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
-        fingerprint = {key: self.environment[key] for key in same}
-        fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        software = fingerprint(self.environment)
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
         asked["contract"] = self.contract.id
-        require_same(self.world, {**asked, **fingerprint})
+        require_same(self.world, {**asked, **software})
         # what one process does not ask
         alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
-        self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
+        self.question = software | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import numpy
+import torch
 
 from h3lib import provenance
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
@@ -250,6 +251,14 @@ def environment(device: str, machine: str) -> dict:
         **provenance.versions("python", "torch", "triton", "numpy"),
         "machine": machine,
         "date": provenance.date(),
+    }
+
+
+def fingerprint(where: dict) -> dict:
+    """What must be the same on every rank for the same bits, from its `environment`."""
+    same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
+    return {key: where[key] for key in same} | {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability()
     }
 
 

@@ -14,11 +14,9 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {
-        "canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench",
-        "faults",
-    },
-    {"rank"},
+    {"canonical", "compare", "report", "simulate", "request", "folders", "explain"}
+    | {"notebook", "bench", "faults"},
+    {"rank", "pretrained"},
     {"run"},
     {"cli", "book", "readme", "ledger", "claims"},
 )
