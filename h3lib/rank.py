@@ -32,9 +32,10 @@ from h3lib.model.packing import pack
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
-from h3lib.parallel.gloo import GlooWorld, require_same, world_size
+from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.mesh import build_mesh, mesh_groups
+from h3lib.parallel.place import Place, own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
 from h3lib.request import Request
@@ -45,8 +46,10 @@ EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
 class RankRun:
     """The phases of a run on one rank, each timed; every rank goes through all of them."""
 
-    def __init__(self, request: Request, progress: Callable[[str], None] = lambda phase: None):
-        self.request, self.progress = request, progress
+    def __init__(
+        self, request: Request, place: Place, progress: Callable[[str], None] = lambda phase: None
+    ):
+        self.request, self.place, self.progress = request, place, progress
         self.layout, self.contract = request.parsed_layout, PUBLISHED
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.started = self.phase_started = time.monotonic()
@@ -55,9 +58,9 @@ class RankRun:
     def run(self) -> int:
         """EQUAL or DIFFERENT. **Raises:** an H3Error for everything else."""
         self.progress(self.phase)
-        if world_size() != self.layout.num_ranks:
+        if self.place.num_ranks != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
-            raise LayoutError("number of ranks", world_size(), accepted)
+            raise LayoutError("number of ranks", self.place.num_ranks, accepted)
         self.world = GlooWorld(mesh_groups(self.layout), self.request.timeout_s)
         try:
             self._join()
@@ -86,6 +89,8 @@ class RankRun:
         request, rank = self.request, self.world.rank
         self.hosts = self.world.gather_objects(socket.gethostname())
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
+        self.nodes = self.world.gather_objects(self.place.node)
+        self._check_nodes()
         self.device = request.device
         if request.device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
@@ -99,6 +104,14 @@ class RankRun:
         self.source = request.source(self.device)
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
+
+    def _check_nodes(self) -> None:
+        """The ranks that the layout puts on one node are on one; a node may hold several such."""
+        for first in range(0, self.layout.num_ranks, self.layout.local_size or 1):
+            together = self.nodes[first : first + (self.layout.local_size or 1)]
+            if len(set(together)) > 1:
+                accepted = f"one node for ranks {first} to {first + len(together) - 1}"
+                raise LayoutError(f"nodes of {self.layout.name}", together, accepted)
 
     def _block(self, shard: SeqShard, backward: bool = True) -> list[Record]:
         """Every value of the block at a place; timed, all ranks in step, at this rank's own."""
@@ -206,6 +219,7 @@ class RankRun:
             "layout": layout.name,
             "num_ranks": layout.num_ranks,
             "local_size": layout.local_size or layout.num_ranks,
+            "nodes": self.nodes,
             "ranks_per_gpu": -(-per_host // torch.cuda.device_count()) if on_gpu else None,
             "size": request.size,
             "rows": self.packed.num_rows,
@@ -242,52 +256,57 @@ def _digest_of(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
+def run_rank(
+    request: Request, place: Place, progress: Callable[[str], None] = lambda phase: None
+) -> int:
     """Run this rank to its status; an error is one line on stderr, a traceback if unforeseen."""
-    watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s])
+    watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s, place.rank])
     watchdog.daemon = True
     watchdog.start()
     try:
-        if os.environ.get("RANK", "0") == "0":
+        if place.rank == 0:
             request.remove_old_report()
         request.check()
-        return RankRun(request, progress).run()
+        return RankRun(request, place, progress).run()
     except PeerError as error:
         status, message = FAILED, str(error)
     except ReportError as error:
         status, message = FAILED, str(error)
     except H3Error as error:
         status, message = REFUSED, str(error)
-    except Exception:
-        status, message = FAILED, traceback.format_exc()
-    print(f"h3lib: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
+    except Exception as error:
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        short = short or "can't allocate memory" in str(error)  # what the CPU allocator says
+        status, message = FAILED, f"out of memory: {error}" if short else traceback.format_exc()
+    print(f"h3lib: rank {place.rank}: {message}", file=sys.stderr, flush=True)
     return status
 
 
-def _late(timeout_s: float) -> None:
-    print(
-        f"h3lib: rank {os.environ.get('RANK', 0)}: no end after {timeout_s:g} s",
-        file=sys.stderr,
-        flush=True,
-    )
+def _late(timeout_s: float, rank: int) -> None:
+    print(f"h3lib: rank {rank}: no end after {timeout_s:g} s", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
 def main() -> None:
-    """`python -m h3lib.rank REQUEST_JSON SCRATCH`: a rank started by `h3lib run`.
+    """`python -m h3lib.rank REQUEST_JSON [SCRATCH]`: a rank started by `h3lib run`.
 
-    The status goes to a file in SCRATCH, since torchrun tells only success from failure.
+    srun passes the status on. torchrun tells only success from failure: there the status goes to a
+    file in SCRATCH.
     """
+    request, place = Request(**json.loads(sys.argv[1])), own_place()
+    if place.launcher == "srun":
+        status = run_rank(request, place)
+        sys.stdout.flush()
+        os._exit(status)
     die_with_launcher()
-    request, scratch = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    rank = os.environ["RANK"]
+    scratch = Path(sys.argv[2])
 
     def progress(phase: str) -> None:
-        if rank == "0":
+        if place.rank == 0:
             (scratch / "phase").write_text(phase)
 
-    status = run_rank(request, progress)
-    (scratch / f"status-{rank}").write_text(str(status))
+    status = run_rank(request, place, progress)
+    (scratch / f"status-{place.rank}").write_text(str(status))
     sys.stdout.flush()
     os._exit(0 if status in (EQUAL, DIFFERENT) else 1)
 

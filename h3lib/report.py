@@ -102,7 +102,8 @@ REPORT_SCHEMA = _object(
         "control": _CONTROL,
         "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
         "complete": {"const": True},
-    }
+    },
+    {"nodes": {"type": "array", "items": _COUNT}},  # by rank, as torchrun or srun counts them
 )
 
 
@@ -144,6 +145,8 @@ def _check_place(report: dict) -> Ownership:
     accepted = (layout.num_ranks, layout.local_size or layout.num_ranks)
     if ranks != accepted:
         raise ReportError(f"ranks and local size of {layout.name}", ranks, accepted)
+    if len(report.get("nodes", range(layout.num_ranks))) != layout.num_ranks:
+        raise ReportError(f"nodes of {layout.name}", report["nodes"], "one for each rank")
     return owner
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from h3lib.contract import PeerError
+from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import Shape, Transport, check_exchange, pack_bytes, unpack_bytes
 
 
@@ -22,9 +22,15 @@ class GlooWorld:
 
         **Raises:** PeerError if the others do not join within `timeout_s`.
         """
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout, place = datetime.timedelta(seconds=timeout_s), own_place()
         try:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group(
+                "gloo",
+                timeout=timeout,
+                init_method=place.meeting,
+                rank=place.rank,
+                world_size=place.num_ranks,
+            )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
         except RuntimeError as error:
             raise PeerError(
@@ -87,13 +93,3 @@ def _answered(collective, *args, **kwargs) -> None:
     except RuntimeError as error:
         cause = str(error).splitlines()[0]
         raise PeerError("peer rank", f"failed or late: {cause}", "an answer in time") from error
-
-
-def launched() -> bool:
-    """Whether this process is a rank that torchrun or srun started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def world_size() -> int:
-    """How many ranks the launcher started."""
-    return int(os.environ["WORLD_SIZE"])
