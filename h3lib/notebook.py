@@ -206,10 +206,10 @@ def control_table(report: dict) -> pd.DataFrame:
     )
 
 
-def show(table: pd.DataFrame) -> HTML:
+def show(table: pd.DataFrame, wrap: bool = False) -> HTML:
     """A table that scrolls sideways on a narrow screen, over the digest of the environment."""
     html = table.to_html(
-        index=False, border=0, classes="table h3-table", justify="left",
+        index=False, border=0, classes="table h3-table" + " h3-wrap" * wrap, justify="left",
         formatters={c: "{:,}".format for c in table.select_dtypes("integer").columns},
     )  # fmt: skip
     place = f'<p class="h3-environment">environment {fingerprint_digest()}</p>'

@@ -17,7 +17,7 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"canonical", "compare", "report", "simulate", "request", "notebook", "bench", "doctor"},
     {"rank"},
     {"run"},
-    {"cli", "book", "readme", "execute", "grid", "sweep"},
+    {"cli", "book", "readme", "execute", "grid", "sweep", "crate"},
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))
