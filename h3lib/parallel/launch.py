@@ -161,14 +161,14 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that this one started, directly or through others."""
+    """Processes that this one started, from any of its threads, directly or through others."""
     found, parents = [], [pid]
     while parents:
-        parent = parents.pop()
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except OSError:
-            continue
-        found += map(int, children)
-        parents += map(int, children)
+        for task in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            try:
+                children = [int(child) for child in task.read_text().split()]
+            except OSError:
+                continue
+            found += children
+            parents += children
     return found

@@ -1,18 +1,19 @@
 """A real Slurm: two nodes on this machine, ranks by srun and by torchrun, notebooks, an array."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from slurm_cluster import Cluster
 
 from h3lib.book import ROOT
 from h3lib.report import read_report
-
-sys.path.insert(0, str(Path(__file__).parent))
-from slurm_cluster import Cluster  # noqa: E402
 
 pytestmark = pytest.mark.slurm
 H3LIB = (sys.executable, "-m", "h3lib.cli")
@@ -75,6 +76,39 @@ def test_a_node_too_small_for_a_local_group_is_refused(cluster):
     assert not (cluster.folder / "x.json").exists()
 
 
+def _ranks(cluster) -> list[int]:
+    """Ranks of this cluster's steps: they have its configuration in their environment."""
+    mark, found = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            settings = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"h3lib.rank" in words and mark in settings and words[0].endswith(b"python"):
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_a_step_is_named(cluster):
+    arguments = ("--layout", "tp2", "--rows", "9000", "--launcher", "srun")
+    command = ("salloc", *TWO_BY_TWO, *H3LIB, "run", *arguments, "--out", "killed.json")
+    started = subprocess.Popen(
+        command, cwd=cluster.folder, env=cluster.environment, text=True, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 100
+    while len(ranks := _ranks(cluster)) < 2:
+        assert time.monotonic() < deadline and started.poll() is None, "no ranks"
+        time.sleep(0.2)
+    time.sleep(15)
+    os.kill(max(ranks), signal.SIGKILL)
+    _, errors = started.communicate(timeout=200)
+    assert started.returncode == 3 and "was killed by signal 9" in errors, errors
+    assert not (cluster.folder / "killed.json").exists() and not _ranks(cluster)
+
+
+@pytest.mark.slow
 def test_a_step_that_is_late_is_ended(cluster):
     arguments = ("--layout", "tp2", "--rows", "9000", "--timeout", "8", "--launcher", "srun")
     command = ("run", *arguments, "--out", str(cluster.folder / "late.json"))

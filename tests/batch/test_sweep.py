@@ -3,8 +3,10 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -13,6 +15,7 @@ import pytest
 from h3lib import grid, sweep
 from h3lib.execute import FAULTS, NotebookError, _fault, parse_parameters, run_notebook
 from h3lib.grid import GridError, read_grid
+from h3lib.parallel.launch import descendants
 from h3lib.report import read_report, write_report
 from h3lib.sweep import is_finished
 
@@ -148,6 +151,27 @@ def test_a_full_disk_under_the_cells(folder, monkeypatch, capsys):
         assert not _published(folder)
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_cells_and_leaves_nothing_running(folder):
+    path = _grid(folder, ["late"], timeout_s=600)
+    program = "import sys; from pathlib import Path; from h3lib import cli, grid, sweep; "
+    program += "_, grid.SWEEPS, sweep.NEW_REPORTS, file = map(Path, sys.argv); "
+    program += "cli.main(['sweep', str(file)])"
+    places = [folder / "sweeps", folder / "reports", path]
+    command = [sys.executable, "-c", program, *map(str, places)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not list(folder.glob("sweeps/*/report.json")):  # the cell's first lines have run
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    children = descendants(started.pid)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode == 130 and "interrupted" in errors, errors
+    assert len(children) >= 2 and not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert not _published(folder) and list(folder.glob("sweeps/*/notebook.ipynb"))
 
 
 def _limit():
