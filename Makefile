@@ -51,6 +51,8 @@ crate: $(READY)  ## the committed reports as an RO-Crate in build/crate/
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/python -m h3lib.readme --check
+	$(BIN)/python -m h3lib.ledger --check
+	$(BIN)/python -m h3lib.claims --check
 
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)

@@ -14,10 +14,16 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "notebook", "bench", "doctor"},
+    {
+        *("canonical", "compare", "report", "simulate", "request", "folders"),
+        *("notebook", "bench", "doctor"),
+    },
     {"rank"},
     {"run"},
-    {"cli", "book", "readme", "execute", "grid", "sweep", "crate"},
+    {
+        *("cli", "book", "readme", "ledger", "claims"),
+        *("execute", "grid", "sweep", "crate"),
+    },
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))

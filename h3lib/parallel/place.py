@@ -13,7 +13,7 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000  # below the ports that Linux gives to ou
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Rank of `num_ranks` on a `node`, counted from 0; the ranks meet at the URL `meeting`."""
 
     rank: int
@@ -23,7 +23,7 @@ class Place:
     launcher: str
 
 
-def own_place() -> Place | None:
+def own_place() -> RankPlace | None:
     """The place of this process; None if it was not started as a rank.
 
     torchrun's word comes first, for srun may have started torchrun. A Slurm step of one task is no
@@ -34,11 +34,11 @@ def own_place() -> Place | None:
     known = os.environ
     if "RANK" in known and "WORLD_SIZE" in known:
         node = int(known.get("GROUP_RANK", 0))
-        return Place(int(known["RANK"]), int(known["WORLD_SIZE"]), node, "env://", "torchrun")
+        return RankPlace(int(known["RANK"]), int(known["WORLD_SIZE"]), node, "env://", "torchrun")
     num_tasks = int(known.get("SLURM_STEP_NUM_TASKS", 1))
     if "SLURM_STEP_ID" not in known or num_tasks == 1:
         return None
-    return Place(
+    return RankPlace(
         int(known["SLURM_PROCID"]), num_tasks, int(known["SLURM_NODEID"]), _meeting(), "srun"
     )
 
