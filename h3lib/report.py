@@ -107,6 +107,7 @@ REPORT_SCHEMA = _object(
     },
     {
         "transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}},
+        "nodes": {"type": "array", "items": _COUNT},  # by rank, as the launcher counts them
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
@@ -160,6 +161,8 @@ def _check_place(report: dict) -> Ownership:
     accepted = (layout.num_ranks, layout.local_size or layout.num_ranks)
     if ranks != accepted:
         raise ReportError(f"ranks and local size of {layout.name}", ranks, accepted)
+    if len(report.get("nodes", range(layout.num_ranks))) != layout.num_ranks:
+        raise ReportError(f"nodes of {layout.name}", report["nodes"], "one for each rank")
     return owner
 
 

@@ -15,10 +15,13 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"parallel"},
     {"model"},
     {"canonical", "compare", "report", "simulate", "request", "folders", "explain"}
-    | {"notebook", "bench", "faults"},
+    | {"notebook", "bench", "faults", "doctor"},
     {"rank", "pretrained"},
     {"run"},
-    {"cli", "book", "readme", "ledger", "claims"},
+    {
+        *("cli", "book", "readme", "ledger", "claims"),
+        *("execute", "grid", "sweep", "crate"),
+    },
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -75,6 +78,8 @@ def test_a_module_is_read_at_one_sitting(path):
 def test_no_module_reads_the_environment_to_choose_bits():
     """Environment variables say who a rank is, never how it adds."""
     allowed = {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"}
+    allowed |= {f"SLURM_{word}" for word in ("PROCID", "NODEID", "STEP_NODELIST")}
+    allowed |= {"SLURM_JOB_ID", "SLURM_STEP_ID"}
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
