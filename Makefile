@@ -29,7 +29,7 @@ reproduce: $(READY)  ## the whole result: every layout as real processes, notebo
 
 test: $(READY) $(OTHER)  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
-	$(if $(OTHER),PYTHONPATH=$(abspath $(dir $(OTHER))) $(BIN)/python -m pytest -q -m "not slow and not gpu" tests/ops/hopper)
+	$(if $(OTHER),PYTHONPATH=$(abspath $(dir $(OTHER))) $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu" tests/ops/hopper)
 
 build/reports/%.json: $(SOURCES) | $(READY)
 	@mkdir -p $(@D)
