@@ -14,10 +14,10 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "notebook", "bench"},
+    {"canonical", "compare", "report", "simulate", "request", "folders", "notebook", "bench"},
     {"rank"},
     {"run"},
-    {"cli", "book", "readme"},
+    {"cli", "book", "readme", "ledger", "claims"},
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))

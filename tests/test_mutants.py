@@ -11,9 +11,10 @@ from h3lib.contract import NUM_ROW_UNITS
 from h3lib.model import context
 from h3lib.ops import gemm
 from h3lib.ops.tree import partial_roots
-from h3lib.parallel.collective import TreeCollective, num_roots
+from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.control import RingControl
 from h3lib.parallel.shard import SeqShard
+from h3lib.parallel.transport import num_roots
 
 LAYOUT, ROWS = "tp4-cp2-sp", 264
 
@@ -21,10 +22,11 @@ LAYOUT, ROWS = "tp4-cp2-sp", 264
 class _FaultyCollective(TreeCollective):
     """A two-shot collective whose sum of the received roots is `add`."""
 
-    def _finish(self, flat, leaf_cuts, slices):
+    def _root(self, flat, leaf_cuts, slices, dtype, call):
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        return self.add(self.transport.exchange([flat[:, a:b] for a, b in slices], shapes))
+        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
+        return self.add(roots).to(dtype)
 
 
 class StartAtOwnRank(_FaultyCollective):
@@ -53,8 +55,8 @@ class Unreduced(_FaultyCollective):
 
 
 class Bf16Partials(TreeCollective):
-    def _finish(self, flat, leaf_cuts, slices):
-        return super()._finish(flat.bfloat16().float(), leaf_cuts, slices)
+    def _root(self, flat, leaf_cuts, slices, dtype, call):
+        return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
 
 
 def _on_axes(fault, *axes):

@@ -8,16 +8,15 @@ slices (all-reduce) or leaves them (reduce-scatter). The layout moves roots; it 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from h3lib.contract import OperandError, subtree_roots
-from h3lib.ops.tree import root_nodes, tree_sum
-from h3lib.parallel.transport import LocalTransport, Transport
+from h3lib.contract import OperandError
+from h3lib.parallel.transport import Call, Cuts, Level, LocalTransport, Slice, num_roots
 
-Cuts = Sequence[int]
 Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
 
@@ -30,19 +29,31 @@ class Collective(abc.ABC):
     size: int
 
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
-        """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`."""
+        """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
+
+        **Raises:** OperandError if the rows are not this rank's; PeerError if ranks disagree.
+        """
+        shape = (cuts[-1] - cuts[0], *x.shape[1:])
+        return self._gather_rows(x, cuts, Call("all_gather_rows", shape, str(x.dtype)))
+
+    def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
+        """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
+        call = Call(
+            "all_gather_columns", (*x.shape[:-1], cuts[-1] - cuts[0]), str(x.dtype)
+        )
+        rows = self._gather_rows(x.movedim(-1, 0).contiguous(), cuts, call)
+        return rows.movedim(0, -1).contiguous()
+
+    def _gather_rows(self, x: Tensor, cuts: Cuts, call: Call) -> Tensor:
         start, stop = cuts[self.rank], cuts[self.rank + 1]
         if len(x) != stop - start:
             raise OperandError(
                 f"rows of rank {self.rank}", len(x), f"{stop - start}: {start} to {stop}"
             )
         row = x.shape[1:].numel()
-        flat = self._gather(x.reshape(-1), [c * row for c in cuts])
+        call = replace(call, cuts=tuple(cuts))
+        flat = self._gather(x.reshape(-1), [c * row for c in cuts], call)
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
-
-    def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
-        """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
-        return self.all_gather_rows(x.movedim(-1, 0).contiguous(), cuts).movedim(0, -1).contiguous()
 
     def all_reduce(
         self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
@@ -53,11 +64,10 @@ class Collective(abc.ABC):
         root. **Raises:** OperandError if the roots are not those of this rank's leaves.
         """
         flat = self._flat(roots, leaf_cuts)
-        cuts = self._slices(flat.shape[1])
-        root = self._finish(flat, leaf_cuts, cuts)
-        if observe is not None:
-            observe(root, cuts[self.rank][0])
-        return self._gather_slices(root.to(dtype), cuts).view(roots.shape[1:])
+        call = _reduction("all_reduce", roots, leaf_cuts, dtype)
+        slices = self._slices(flat.shape[1], leaf_cuts)
+        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+        return self._gather_slices(part, slices, call).view(roots.shape[1:])
 
     def reduce_scatter_rows(
         self,
@@ -74,11 +84,27 @@ class Collective(abc.ABC):
         """
         flat = self._flat(roots, leaf_cuts)
         row = roots.shape[2:].numel()
-        cuts = [(a * row, b * row) for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
-        root = self._finish(flat, leaf_cuts, cuts)
-        if observe is not None:
-            observe(root, cuts[self.rank][0])
-        return root.to(dtype).view(-1, *roots.shape[2:])
+        slices = [(a * row, b * row) for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
+        call = _reduction("reduce_scatter_rows", roots, leaf_cuts, dtype)
+        call = replace(call, row_cuts=tuple(row_cuts))
+        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+        return part.view(-1, *roots.shape[2:])
+
+    def _finish(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        observe: Observe | None,
+    ) -> Tensor:
+        """This rank's slice of the sum, rounded; whoever observes it sees it before that."""
+        if observe is None:
+            return self._root(flat, leaf_cuts, slices, dtype, call)
+        root = self._root(flat, leaf_cuts, slices, flat.dtype, call)
+        observe(root, slices[self.rank][0])
+        return root.to(dtype)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -87,50 +113,60 @@ class Collective(abc.ABC):
         return roots.reshape(expected, roots.shape[1:].numel())
 
     @abc.abstractmethod
-    def _slices(self, num_elements: int) -> list[tuple[int, int]]:
+    def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
 
     @abc.abstractmethod
-    def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
-        """FP32 root of this rank's slice, from roots `[R, n]` of every rank."""
+    def _root(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> Tensor:
+        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank."""
 
     @abc.abstractmethod
-    def _gather_slices(self, part: Tensor, slices: list[tuple[int, int]]) -> Tensor:
+    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
         """All elements from the ranks' slices."""
 
     @abc.abstractmethod
-    def _gather(self, flat: Tensor, cuts: Cuts) -> Tensor:
+    def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         """Parts of every rank in rank order."""
 
 
-class TreeCollective(Collective):
-    """Two-shot over one transport: every rank finishes one slice."""
+def _reduction(name: str, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype) -> Call:
+    return Call(name, tuple(roots.shape[1:]), str(roots.dtype), str(dtype), tuple(leaf_cuts))
 
-    def __init__(self, transport: Transport):
+
+class TreeCollective(Collective):
+    """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
+
+    def __init__(self, transport: Level):
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
 
-    def _slices(self, num_elements: int) -> list[tuple[int, int]]:
-        return even_slices(num_elements, self.size)
+    def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
+        most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
+        return self.transport.slices(num_elements, most)
 
-    def _finish(self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]) -> Tensor:
-        roots = self._roots_of_slice(flat, leaf_cuts, slices)
-        return tree_sum(root_nodes(roots, leaf_cuts).get, range(leaf_cuts[-1]))
+    def _root(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> Tensor:
+        parts = [[part] for part in slices]
+        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call)[0]
 
-    def _roots_of_slice(
-        self, flat: Tensor, leaf_cuts: Cuts, slices: list[tuple[int, int]]
-    ) -> list[Tensor]:
-        """Every rank's roots of the slice that is finished here, in rank order."""
-        start, stop = slices[self.rank]
-        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        return self.transport.exchange([flat[:, a:b] for a, b in slices], shapes)
+    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
+        return gather_slices(self.transport, part, slices, call)
 
-    def _gather_slices(self, part: Tensor, slices: list[tuple[int, int]]) -> Tensor:
-        return gather_parts(self.transport, part, [b - a for a, b in slices])
-
-    def _gather(self, flat: Tensor, cuts: Cuts) -> Tensor:
-        return gather_parts(
-            self.transport, flat, [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-        )
+    def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
+        lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        return self.transport.gather(flat, lengths, call)
 
 
 class LocalCollective(TreeCollective):
@@ -140,19 +176,8 @@ class LocalCollective(TreeCollective):
         super().__init__(LocalTransport())
 
 
-def num_roots(leaf_cuts: Cuts, owner: int) -> int:
-    """How many maximal subtree roots the owner's leaves have."""
-    return len(subtree_roots(leaf_cuts[owner], leaf_cuts[owner + 1], leaf_cuts[-1]))
-
-
-def even_slices(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
-    """The elements cut into nearly equal slices, in order."""
-    return [
-        (num_elements * i // num_slices, num_elements * (i + 1) // num_slices)
-        for i in range(num_slices)
-    ]
-
-
-def gather_parts(transport: Transport, part: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The parts of every rank of a transport, one after the other."""
-    return torch.cat(transport.exchange([part] * transport.size, [(length,) for length in lengths]))
+def gather_slices(level: Level, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
+    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
+    if level.size > 1 and len(set(slices)) == 1:
+        return part
+    return level.gather(part, [b - a for a, b in slices], call)

@@ -3,90 +3,182 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from h3lib.contract import PeerError
-from h3lib.parallel.transport import Shape, Transport, check_exchange, pack_bytes, unpack_bytes
+from h3lib.parallel.membership import Members, Place, Verdicts
+from h3lib.parallel.transport import (
+    Call,
+    Shape,
+    Transport,
+    check_calls,
+    check_exchange,
+    pack_bytes,
+    unpack_bytes,
+)
+
+_generation = itertools.count()
 
 
 class GlooWorld:
-    """The processes that torchrun or srun started, and the groups among them."""
+    """The processes that torchrun or srun started, and the groups among them.
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], timeout_s: float):
+    After a failure a world refuses further use; close it and join a new one, with all ranks.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, ...]], timeout_s: float, name: str = ""):
         """Join the world and make every group; all ranks pass the same `groups` in the same order.
+
+        Worlds of one set of processes need different names; by default they are counted.
 
         **Raises:** PeerError if the others do not join within `timeout_s`.
         """
+        name = name or f"world-{next(_generation)}"
+        self.timeout_s, self.error = timeout_s, None
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group("gloo", timeout=timeout)
+            store, self.rank, self.size = next(rendezvous("env://", timeout=timeout))
+            store = dist.PrefixStore(f"h3lib/{name}", store)
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout
+            )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+            places = [None] * self.size
+            dist.all_gather_object(places, Place.here())
         except RuntimeError as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             raise PeerError(
                 "start of the process group",
                 str(error).splitlines()[0],
-                f"all ranks in {timeout_s} s",
+                f"all ranks in {timeout_s:g} s",
             ) from error
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.members = Members(places)
+        self._verdicts = Verdicts(store, self.members, self.rank, timeout_s)
 
     def connect(self, ranks: Sequence[int], rank: int) -> GlooTransport:
-        return GlooTransport(self._groups[tuple(ranks)], list(ranks).index(rank), len(ranks))
+        return GlooTransport(self, list(ranks), rank)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return self._groups[tuple(ranks)]
 
     def gather_objects(self, value: object) -> list:
         """Every rank's value, in rank order, on every rank."""
         values = [None] * self.size
-        _answered(dist.all_gather_object, values, value)
+        self.guarded(
+            "a gather of all ranks",
+            list(range(self.size)),
+            lambda: dist.all_gather_object(values, value),
+        )
         return values
 
+    def guarded(self, what: str, ranks: list[int], collective: Callable[[], object]) -> None:
+        """Run a collective of `ranks`. **Raises:** PeerError with the one verdict on its failure;
+        from then on, on every use of this world."""
+        if self.error is not None:
+            raise self.error_after()
+        entered = time.time()
+        try:
+            collective()
+        except PeerError as error:  # the ranks disagree: those outside must hear of it
+            raise self.fail(error) from None
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            subject = f"rank {self.rank} in {what}"
+            raise self.fail(PeerError(subject, "out of memory", "memory for its parts")) from error
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            verdict = self._verdicts.settle(what, ranks, entered, cause)
+            raise self.fail(verdict) from error
+
+    def fail(self, error: PeerError) -> PeerError:
+        """Refuse further use because of `error`; the error that all ranks settle on."""
+        if self.error is None:
+            self.error = self._verdicts.publish(error)
+        return self.error
+
+    def has_verdict(self) -> bool:
+        """Whether some rank has settled on a failure."""
+        return self._verdicts.published()
+
+    def error_after(self) -> PeerError:
+        return PeerError("process group", f"a use after: {self.error}", "a new process group")
+
     def close(self) -> None:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def require_same(world: GlooWorld, fingerprint: dict) -> None:
     """**Raises:** PeerError on every rank, naming the rank, if a peer differs from rank 0."""
-    peers = world.gather_objects(fingerprint)
-    for rank, peer in enumerate(peers):
-        for key in sorted(peers[0].keys() | peer.keys()):
-            here, there = peers[0].get(key), peer.get(key)
+    check_same(world.gather_objects(fingerprint))
+
+
+def check_same(fingerprints: list[dict], ranks: Sequence[int] | None = None) -> None:
+    """**Raises:** PeerError for the first rank that differs from the first of `ranks`."""
+    ranks = ranks or range(len(fingerprints))
+    for rank, peer in zip(ranks, fingerprints, strict=True):
+        for key in sorted(fingerprints[0].keys() | peer.keys()):
+            here, there = fingerprints[0].get(key), peer.get(key)
             if here != there:
-                raise PeerError(f"{key} of rank {rank}", there, f"{here!r} as on rank 0")
+                raise PeerError(f"{key} of rank {rank}", there, f"{here!r} as on rank {ranks[0]}")
 
 
 class GlooTransport(Transport):
     """One group; an exchange is a header that every rank checks, then the bytes."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
-        self.group, self.rank, self.size = group, rank, size
+    def __init__(self, world: GlooWorld, ranks: list[int], rank: int):
+        self.world, self.ranks, self.group = world, ranks, world.group(ranks)
+        self.rank, self.size = ranks.index(rank), len(ranks)
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def gather_objects(self, value: object, what: str = "a gather") -> list:
+        """Every rank's value, in the group's order, on every rank."""
+        values = [None] * self.size
+        self.world.guarded(
+            what, self.ranks, lambda: dist.all_gather_object(values, value, group=self.group)
+        )
+        return values
+
+    def exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
+    ) -> list[Tensor]:
+        received = []
+        what = "an exchange" if call is None else call.name
+        self.world.guarded(
+            what, self.ranks, lambda: received.extend(self._exchange(parts, shapes, call))
+        )
+        return received
+
+    def _exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None
+    ) -> list[Tensor]:
         header = (
             [(tuple(part.shape), str(part.dtype)) for part in parts],
             [tuple(shape) for shape in shapes],
+            call,
         )
         headers = [None] * self.size
-        _answered(dist.all_gather_object, headers, header, group=self.group)
-        check_exchange([sent for sent, _ in headers], [expected for _, expected in headers])
+        dist.all_gather_object(headers, header, group=self.group)
+        check_calls([call for *_, call in headers])
+        check_exchange([sent for sent, *_ in headers], [expected for _, expected, _ in headers])
+        return self._move(parts, shapes)
+
+    def _move(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         data = pack_bytes(parts)
         item = parts[0].element_size()
         sizes_in = [part.numel() * item for part in parts]
         sizes_out = [torch.Size(shape).numel() * item for shape in shapes]
         received = torch.empty(sum(sizes_out), dtype=torch.uint8)
-        _answered(dist.all_to_all_single, received, data, sizes_out, sizes_in, group=self.group)
+        dist.all_to_all_single(received, data, sizes_out, sizes_in, group=self.group)
         return unpack_bytes(received, shapes, parts[0])
-
-
-def _answered(collective, *args, **kwargs) -> None:
-    """Call a collective; a peer that died or is late becomes a PeerError."""
-    try:
-        collective(*args, **kwargs)
-    except RuntimeError as error:
-        cause = str(error).splitlines()[0]
-        raise PeerError("peer rank", f"failed or late: {cause}", "an answer in time") from error
 
 
 def launched() -> bool:

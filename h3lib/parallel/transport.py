@@ -1,7 +1,8 @@
-"""Transports move bytes between the ranks of one group and never add.
+"""Transports move bytes between the ranks of one group.
 
-One primitive is enough: `exchange`, an all-to-all of parts of any size. Every collective of the
-contract is an exchange followed by adds in the order of `ops/tree.py`.
+One primitive is enough: `exchange`, an all-to-all of parts of any size. It never adds. A level of a
+collective needs two things: `gather`, an exchange alone, and `finish`, an exchange followed by the
+adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an exchange.
 """
 
 from __future__ import annotations
@@ -10,30 +11,103 @@ import abc
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from h3lib.contract import PeerError
+from h3lib.contract import PeerError, subtree_roots
+from h3lib.ops.tree import root_nodes, tree_sum
 
+Cuts = Sequence[int]
 Shape = tuple[int, ...]
+Slice = tuple[int, int]
 
 
-class Transport(abc.ABC):
-    """The ranks of one group, seen from one of them; `rank` and `size` count inside the group."""
+@dataclass(frozen=True)
+class Call:
+    """What every rank of a group must have asked for alike; `shape` and `cuts` are global."""
+
+    name: str
+    shape: Shape = ()
+    dtype: str = ""
+    result: str = ""
+    cuts: tuple[int, ...] = ()
+    row_cuts: tuple[int, ...] = ()
+
+
+class Level(abc.ABC):
+    """The ranks of one group at one level of the hierarchy, seen from one of them."""
 
     rank: int
     size: int
 
+    def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
+        """For each rank the slice of the elements that it finishes in an all-reduce."""
+        return even_slices(num_elements, self.size)
+
     @abc.abstractmethod
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+        """The parts `[lengths[r]]` of every rank, one after the other. **Raises:** as `finish`."""
+
+    @abc.abstractmethod
+    def finish(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        first: int,
+        parts: Sequence[Sequence[Slice]],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        """The group's maximal subtree roots, of this rank's elements: `[R, n]` to `[S, n_local]`.
+
+        The members own the leaves `[cuts[first + r], cuts[first + r + 1])`; `flat` holds this
+        rank's subtree roots, and `parts[r]` the slices of the n elements that rank r finishes.
+        `call` says on whose behalf.
+
+        **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
+        PeerError on every rank if calls differ, or a peer fails or does not answer in time.
+        """
+
+
+class Transport(Level):
+    """A level that moves bytes by `exchange`; `rank` and `size` count inside the group."""
+
+    @abc.abstractmethod
+    def exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
+    ) -> list[Tensor]:
         """Send `parts[r]` to rank r; receive from each rank r, in order, a tensor of `shapes[r]`.
 
         All parts have one dtype and device; parts may be empty.
 
-        **Order:** none, nothing is added. **Raises:** PeerError on every rank if what one rank
-        sends is not what its peer expects, or a peer fails or does not answer in time.
+        **Order:** none, nothing is added. **Raises:** PeerError on every rank if calls differ, what
+        one rank sends is not what its peer expects, or a peer fails or does not answer in time.
         """
+
+    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+        shapes = [(length,) for length in lengths]
+        return torch.cat(self.exchange([part] * self.size, shapes, call))
+
+    def finish(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        first: int,
+        parts: Sequence[Sequence[Slice]],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        length = sum(stop - start for start, stop in parts[self.rank])
+        roots = self.exchange(
+            [torch.cat([flat[:, a:b] for a, b in part], dim=1) for part in parts],
+            [(num_roots(cuts, first + r), length) for r in range(self.size)],
+            call,
+        )
+        nodes = root_nodes(roots, cuts, first)
+        spans = group_spans(cuts, first, self.size)
+        return torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
 
 
 class LocalTransport(Transport):
@@ -41,9 +115,50 @@ class LocalTransport(Transport):
 
     rank, size = 0, 1
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
+    ) -> list[Tensor]:
         check_exchange([[(tuple(parts[0].shape), str(parts[0].dtype))]], [[tuple(shapes[0])]])
         return list(parts)
+
+
+def num_roots(cuts: Cuts, owner: int) -> int:
+    """How many maximal subtree roots the owner's leaves have."""
+    return len(subtree_roots(cuts[owner], cuts[owner + 1], cuts[-1]))
+
+
+def group_spans(cuts: Cuts, first: int, size: int) -> tuple[range, ...]:
+    """Maximal subtree roots of the leaves of `size` owners from `first` on, taken together."""
+    return subtree_roots(cuts[first], cuts[first + size], cuts[-1])
+
+
+def even_slices(num_elements: int, num_slices: int, unit: int = 1) -> list[Slice]:
+    """The elements cut into nearly equal slices, in order; inner cuts are multiples of `unit`."""
+    units = -(-num_elements // unit)
+    cuts = [min(units * i // num_slices * unit, num_elements) for i in range(num_slices + 1)]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def check_calls(calls: Sequence[Call | None]) -> None:
+    """**Raises:** PeerError for the first rank whose call is not that of rank 0.
+
+    Every rank evaluates the same list, so every rank raises the same error.
+    """
+    names = [call and call.name for call in calls]
+    for rank, call in enumerate(calls):
+        if call == calls[0]:
+            continue
+        if names[rank] != names[0]:
+            raise _disagree("collective", rank, names[rank], names[0])
+        for field in fields(Call):
+            here, there = getattr(calls[0], field.name), getattr(call, field.name)
+            if here != there:
+                raise _disagree(f"{field.name} of {call.name}", rank, there, here)
+
+
+def _disagree(what: str, rank: int, received: object, first: object) -> PeerError:
+    accepted = f"{first!r} as on rank 0 of the group"
+    return PeerError(f"{what} on rank {rank} of the group", received, accepted)
 
 
 def check_exchange(sent: list[list[tuple]], expected: list[list[Shape]]) -> None:
@@ -126,7 +241,7 @@ class _ThreadGroup:
     def __init__(self, world: ThreadWorld, size: int):
         self.world, self.size = world, size
         self.barrier = threading.Barrier(size)
-        self.posted: list[tuple | None] = [None] * size
+        self.posted: list[object] = [None] * size
 
     def wait(self) -> None:
         self.world.turn.release()
@@ -146,17 +261,24 @@ class ThreadTransport(Transport):
     def __init__(self, group: _ThreadGroup, rank: int):
         self.group, self.rank, self.size = group, rank, group.size
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        self.group.posted[self.rank] = (
-            [part.clone() for part in parts],
-            [tuple(s) for s in shapes],
-        )
+    def gather_objects(self, value: object) -> list:
+        """Every rank's value, in rank order, on every rank."""
+        self.group.posted[self.rank] = value
         self.group.wait()
         posted = list(self.group.posted)
         self.group.wait()
-        sent = [[(tuple(part.shape), str(part.dtype)) for part in row] for row, _ in posted]
-        check_exchange(sent, [expected for _, expected in posted])
-        return [row[self.rank] for row, _ in posted]
+        return posted
+
+    def exchange(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None
+    ) -> list[Tensor]:
+        posted = self.gather_objects(
+            ([part.clone() for part in parts], [tuple(shape) for shape in shapes], call)
+        )
+        check_calls([call for *_, call in posted])
+        sent = [[(tuple(part.shape), str(part.dtype)) for part in row] for row, *_ in posted]
+        check_exchange(sent, [expected for _, expected, _ in posted])
+        return [row[self.rank] for row, *_ in posted]
 
 
 def pack_bytes(parts: Sequence[Tensor]) -> Tensor:

@@ -13,15 +13,10 @@ from support import assert_same_bytes, cuts_of, f32, normal, round_bf16, special
 
 from h3lib.contract import OperandError, PeerError, subtree_roots
 from h3lib.ops.tree import partial_roots
-from h3lib.parallel.collective import (
-    LocalCollective,
-    TreeCollective,
-    even_slices,
-    num_roots,
-)
+from h3lib.parallel.collective import LocalCollective, TreeCollective
 from h3lib.parallel.control import RingControl
 from h3lib.parallel.hierarchical import HierarchicalCollective
-from h3lib.parallel.transport import ThreadWorld
+from h3lib.parallel.transport import ThreadWorld, even_slices, num_roots
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 # nodes x ranks on a node; one node and one rank a node are corners of the hierarchy
@@ -284,6 +279,18 @@ WRONG = {
         torch.zeros(1, 3, dtype=BF16 if r == 2 else F32), [0, 1, 2, 3, 4]
     ),
     "width of rows": lambda c, r: c.all_gather_rows(torch.zeros(1, 3 + (r == 2)), [0, 1, 2, 3, 4]),
+    "shape of as many elements": lambda c, r: c.all_reduce(
+        torch.zeros((1, 3, 8) if r == 2 else (1, 8, 3)), [0, 1, 2, 3, 4], F32
+    ),
+    "rows of as many elements": lambda c, r: c.all_gather_rows(
+        torch.zeros((1, 3, 2) if r == 2 else (1, 2, 3)), [0, 1, 2, 3, 4]
+    ),
+    "columns for rows": lambda c, r: (c.all_gather_columns if r == 2 else c.all_gather_rows)(
+        torch.zeros(1, 1), [0, 1, 2, 3, 4]
+    ),
+    "leaf cuts": lambda c, r: c.all_reduce(
+        torch.zeros(1, 8), [0, 4, 6, 8, 16] if r == 3 else [0, 4, 8, 12, 16], F32
+    ),
     "row cuts": lambda c, r: c.all_gather_rows(
         torch.zeros(2 if r == 2 else 1, 3), [0, 1, 2, 4, 5] if r == 2 else [0, 1, 2, 3, 4]
     ),
@@ -301,16 +308,27 @@ def test_a_rank_that_disagrees_raises_on_every_rank(wrong, connect):
 
 def test_the_error_names_the_ranks_and_both_shapes():
     (message, *_) = errors_of(4, flat, WRONG["width of rows"])
-    assert "shape sent by rank 0 to rank 2 of the group: received (3,); accepted: (4,)" in message
+    accepted = "received (4, 4); accepted: (4, 3) as on rank 0 of the group"
+    assert f"shape of all_gather_rows on rank 2 of the group: {accepted}" in message
     (message, *_) = errors_of(4, flat, WRONG["dtype of rows"])
-    assert "dtypes of one exchange: received ['torch.bfloat16', 'torch.float32']" in message
+    accepted = "received 'torch.bfloat16'; accepted: 'torch.float32' as on rank 0"
+    assert f"dtype of all_gather_rows on rank 2 of the group: {accepted}" in message
+
+
+def test_an_exchange_without_a_call_names_both_ranks():
+    def exchange(collective, rank):
+        parts = [torch.zeros(1 + (rank == 2 and r == 1)) for r in range(4)]
+        collective.transport.exchange(parts, [(1,)] * 4)
+
+    (message, *_) = errors_of(4, flat, exchange)
+    assert "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)" in message
 
 
 @pytest.mark.parametrize("wrong", ["width of rows", "dtype of roots"])
 def test_a_rank_that_disagrees_in_a_hierarchy_ends_the_world(wrong):
     """Its node raises; the other node, waiting for it, is released."""
     began = time.monotonic()
-    with pytest.raises(PeerError, match="shape sent by rank|dtypes of one exchange"):
+    with pytest.raises(PeerError, match="on rank 1 of the group|on rank 0 of the group"):
         play(4, hierarchy(2, 2), WRONG[wrong])
     assert time.monotonic() - began < 10
 

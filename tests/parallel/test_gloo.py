@@ -5,7 +5,6 @@ This file is also what the ranks run: `python test_gloo.py WORLD FOLDER`.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_support import Ranks
 
-import h3lib
 from h3lib.contract import PeerError
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
@@ -76,27 +75,46 @@ def error_of(function, *args) -> str:
     return ""
 
 
+def wrong_shape(transport) -> None:
+    parts = [torch.zeros(1 + (transport.rank == 2 and r == 1)) for r in range(4)]
+    transport.exchange(parts, [(1,)] * 4)
+
+
+def wrong_dtype(transport) -> None:
+    parts = [torch.zeros(1, dtype=BF16 if transport.rank == 2 else F32)] * 4
+    transport.exchange(parts, [(1,)] * 4)
+
+
+def wrong_columns(transport) -> None:
+    """As many elements on every rank, in another shape on one."""
+    shape = (2, 3, 4) if transport.rank == 2 else (2, 4, 3)
+    TreeCollective(transport).all_gather_rows(torch.zeros(shape), [0, 2, 4, 6, 8])
+
+
+def disagree(function) -> tuple[str, str, list[int]]:
+    """The error of a disagreement, of the next use of that world, and what a new world gives."""
+    world = GlooWorld(GROUPS, 40.0)
+    transport = world.connect(WHOLE, world.rank)
+    first = error_of(function, transport)
+    second = error_of(transport.exchange, [torch.zeros(1)] * 4, [(1,)] * 4)
+    world.close()
+    world = GlooWorld(GROUPS, 40.0)
+    parts = world.connect(WHOLE, world.rank).exchange([torch.tensor([world.rank])] * 4, [(1,)] * 4)
+    world.close()
+    return first, second, [part.item() for part in parts]
+
+
 def agree(world: GlooWorld, folder: Path) -> dict:
-    """The world of four: all that works, and disagreements after which it still works."""
+    """The world of four: all that works, then disagreements, each in a world of its own."""
     rank = world.rank
 
     def connect(ranks):
         return world.connect(ranks, rank)
 
-    def wrong_shape():
-        parts = [torch.zeros(1 + (rank == 2 and r == 1)) for r in range(4)]
-        connect(WHOLE).exchange(parts, [(1,)] * 4)
-
-    def wrong_dtype():
-        parts = [torch.zeros(1, dtype=BF16 if rank == 2 else F32)] * 4
-        connect(WHOLE).exchange(parts, [(1,)] * 4)
-
     found = {
         "launched": launched(),
         "ranks": (world.rank, world.size),
         "empty": connect(WHOLE).exchange([torch.zeros(0, 3)] * 4, [(0, 3)] * 4),
-        "wrong shape": error_of(wrong_shape),
-        "wrong dtype": error_of(wrong_dtype),
         "same": error_of(require_same, world, dict(SAME)),
         "other": error_of(require_same, world, SAME | ({"torch": "1"} if rank == 2 else {})),
         "objects": world.gather_objects({"rank": rank}),
@@ -107,6 +125,9 @@ def agree(world: GlooWorld, folder: Path) -> dict:
     if rank:
         three = connect((1, 2, 3))
         found["three"] = three.rank, three.exchange([torch.tensor([rank])] * 3, [(1,)] * 3)
+    world.close()
+    for function in (wrong_shape, wrong_dtype, wrong_columns):
+        found[function.__name__] = disagree(function)
     return found
 
 
@@ -157,55 +178,16 @@ def rank_main(name: str, folder: Path) -> None:
         found = {"agree": agree, "killed": killed, "late": late}[name](world, folder)
     torch.save(found, folder / f"{rank}.tmp")
     os.replace(folder / f"{rank}.tmp", folder / f"{rank}.pt")
-    if name == "agree":
-        world.close()
     os._exit(0)  # do not wait for peers that are gone
-
-
-class Ranks:
-    """The processes of one world; the store by which they find each other is served from here."""
-
-    def __init__(self, name: str, started: int, size: int, folder: Path):
-        self.folder = folder / name
-        self.folder.mkdir()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "PYTHONPATH": str(Path(h3lib.__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, __file__, name, str(self.folder)]
-        self.processes = [
-            subprocess.Popen(
-                command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(started)
-        ]
-
-    def wait(self, deadline: float) -> tuple[list[int], list]:
-        """Exit statuses, and what each rank found (None if it did not say)."""
-        for rank, process in enumerate(self.processes):
-            try:
-                _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            finally:
-                process.kill()
-            assert process.returncode in (0, -signal.SIGKILL), f"rank {rank}: {errors}"
-        files = [self.folder / f"{rank}.pt" for rank in range(len(self.processes))]
-        found = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
-        return [process.returncode for process in self.processes], found
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> dict[str, tuple[list[int], list]]:
     """All worlds at once: starting Python takes longest."""
     folder = tmp_path_factory.mktemp("gloo")
-    running = {name: Ranks(name, size, size, folder) for name, (size, *_) in WORLDS.items()}
-    running["alone"] = Ranks("alone", 1, 2, folder)
+    sizes = {name: size for name, (size, *_) in WORLDS.items()}
+    running = {name: Ranks(__file__, name, n, n, folder) for name, n in sizes.items()}
+    running["alone"] = Ranks(__file__, "alone", 1, 2, folder)
     deadline = time.monotonic() + 100
     try:
         return {name: ranks.wait(deadline) for name, ranks in running.items()}
@@ -271,16 +253,23 @@ def test_flat_and_hierarchical_give_the_same_bytes(agreed):
         assert same_bytes(found["flat sum"], agreed[0]["flat sum"])
 
 
-def test_mismatched_shapes_raise_on_every_rank_and_name_the_ranks(agreed):
-    for found in agreed:
-        assert found["wrong shape"] == (
-            "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)"
-        )
+DISAGREEMENTS = {
+    "wrong_shape": "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)",
+    "wrong_dtype": "dtypes of one exchange: received ['torch.bfloat16', 'torch.float32']; "
+    "accepted: one dtype on every rank",
+    "wrong_columns": "shape of all_gather_rows on rank 2 of the group: received (8, 3, 4); "
+    "accepted: (8, 4, 3) as on rank 0 of the group",
+}
 
 
-def test_mismatched_dtypes_raise_on_every_rank(agreed):
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_the_same_error_on_every_rank_and_ends_the_world(agreed, name):
     for found in agreed:
-        assert found["wrong dtype"].startswith("dtypes of one exchange: received ['torch.bfloat16'")
+        first, second, parts = found[name]
+        assert first == DISAGREEMENTS[name]
+        used = f"a use after: {first}"
+        assert second == f"process group: received {used!r}; accepted: a new process group"
+        assert parts == [0, 1, 2, 3]
 
 
 def test_a_peer_that_differs_is_named_on_every_rank(agreed):
@@ -289,21 +278,24 @@ def test_a_peer_that_differs_is_named_on_every_rank(agreed):
         assert found["other"] == "torch of rank 2: received '1'; accepted: '2' as on rank 0"
 
 
-def test_a_killed_peer_raises_on_the_others_before_the_timeout(worlds):
+def test_a_killed_peer_is_named_before_the_timeout(worlds):
     statuses, found = worlds["killed"]
     assert statuses == [0, -signal.SIGKILL, 0]
     assert found[1] is None
     for rank in (0, 2):
-        assert found[rank]["error"].startswith("peer rank: received 'failed or late: ")
+        assert found[rank]["error"] == (
+            "rank 1 in an exchange: received 'its process ended'; accepted: an answer in 40 s"
+        )
         assert found[rank]["waited_s"] < 30
 
 
-def test_a_peer_that_does_not_come_raises_after_the_timeout(worlds):
+def test_a_peer_that_does_not_come_is_named_after_the_timeout(worlds):
     statuses, found = worlds["late"]
     assert statuses == [0, 0]
-    assert found[0]["error"].startswith("peer rank: received 'failed or late: ")
-    assert found[0]["error"].endswith("accepted: an answer in time")
-    assert 2 < found[0]["waited_s"] < 30
+    assert found[0]["error"] == (
+        "rank 1 in an exchange: received 'late: it did not come'; accepted: an answer in 3 s"
+    )
+    assert 3 <= found[0]["waited_s"] < 3 + 5
 
 
 def test_a_world_that_is_not_complete_raises_after_the_timeout(worlds):

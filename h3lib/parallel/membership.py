@@ -1,0 +1,160 @@
+"""Who the ranks of a world are, and which of them is to blame when one does not answer.
+
+A rank that waits in vain knows that something failed, not what. All survivors settle on one
+verdict:
+
+1. a verdict that a peer has published in the store is adopted;
+2. else a process of this host that has ended, or is stopped, is named;
+3. else every rank says when it entered the collective that failed; after the timeout and a grace,
+   the rank that has said nothing, or entered last, was late.
+
+The first verdict that reaches the store is the one (compare and set), so every survivor raises the
+same error.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from h3lib.contract import PeerError
+
+GRACE_S = 3.0
+_SPREAD_S = 0.5  # ranks that enter a collective within this time are not late
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's process; `start` tells it from a later process with the same number."""
+
+    host: str
+    pid: int
+    start: str
+
+    @classmethod
+    def here(cls) -> Place:
+        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """(state letter, start time) of a process of this host; empty if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return "", ""
+    return words[0], words[19]
+
+
+class Members:
+    """The places of all ranks; processes that this one cannot see are never judged by it."""
+
+    def __init__(self, places: list[Place]):
+        self.places = places
+        here = socket.gethostname()
+        self._visible = [p.host == here and _stat(p.pid)[1] == p.start for p in places]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [place.host for place in self.places]
+
+    def ended(self, rank: int) -> bool:
+        """Whether the rank's process is known to have ended."""
+        return self._state(rank) == ""
+
+    def fault(self, rank: int) -> str | None:
+        """What is wrong with the rank's process, None if it runs or cannot be seen."""
+        state = self._state(rank)
+        if state == "":
+            return "its process ended"
+        return "its process is stopped" if state in ("T", "t") else None
+
+    def _state(self, rank: int) -> str | None:
+        """State letter, empty for an ended process, None for one that cannot be seen."""
+        if not self._visible[rank]:
+            return None
+        place = self.places[rank]
+        state, start = _stat(place.pid)
+        return "" if start != place.start or state in ("Z", "X") else state
+
+
+class Verdicts:
+    """The one verdict of a world, kept in the store by which its ranks met."""
+
+    def __init__(self, store: dist.Store, members: Members, rank: int, timeout_s: float):
+        self.store, self.members, self.rank = store, members, rank
+        self.timeout_s = timeout_s
+        self.poll: Callable[[], None] = lambda: time.sleep(_POLL_S)
+
+    def publish(self, error: PeerError) -> PeerError:
+        """Settle on `error`, or on what another rank settled on before."""
+        text = json.dumps([error.subject, repr(error.received), str(error.accepted)])
+        try:
+            return _parse(self.store.compare_set("verdict", "", text).decode())
+        except RuntimeError:  # the store is gone: nobody is left to agree with
+            return error
+
+    def published(self) -> bool:
+        try:
+            return self.store.check(["verdict"])
+        except RuntimeError:
+            return False
+
+    def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
+        """The verdict on a collective of `ranks` that failed here; `entered` is of `time.time`."""
+        deadline = entered + self.timeout_s + GRACE_S
+        try:
+            self.store.set(f"entered/{self.rank}", str(entered))
+            while True:
+                if self.published():
+                    return _parse(self.store.get("verdict").decode())
+                if (fault := self._fault()) is not None:
+                    return self.publish(self._error(what, *fault))
+                if time.time() > deadline:
+                    return self.publish(self._late(what, ranks, cause))
+                self.poll()
+        except RuntimeError:
+            fault = self._fault()
+            return self._error(what, *fault) if fault else self._unknown(what, cause)
+
+    def _fault(self) -> tuple[int, str] | None:
+        for rank in range(len(self.members.places)):
+            if rank != self.rank and (fault := self.members.fault(rank)) is not None:
+                return rank, fault
+        return None
+
+    def _late(self, what: str, ranks: list[int], cause: str) -> PeerError:
+        keys = {rank: f"entered/{rank}" for rank in ranks}
+        silent = [rank for rank, key in keys.items() if not self.store.check([key])]
+        if silent:
+            return self._error(what, silent[0], "late: it did not come")
+        entered = {rank: float(self.store.get(key)) for rank, key in keys.items()}
+        last = max(entered, key=entered.get)
+        delay = entered[last] - min(entered.values())
+        if delay > _SPREAD_S:
+            return self._error(what, last, f"late by {delay:.1f} s")
+        return self._unknown(what, cause)
+
+    def _error(self, what: str, rank: int, fault: str) -> PeerError:
+        return PeerError(f"rank {rank} in {what}", fault, f"an answer in {self.timeout_s:g} s")
+
+    def _unknown(self, what: str, cause: str) -> PeerError:
+        accepted = f"an answer in {self.timeout_s:g} s"
+        return PeerError(f"peers of rank {self.rank} in {what}", cause, accepted)
+
+
+def _parse(text: str) -> PeerError:
+    subject, received, accepted = json.loads(text)
+    try:
+        received = ast.literal_eval(received)
+    except (ValueError, SyntaxError):
+        pass
+    return PeerError(subject, received, accepted)

@@ -1,0 +1,268 @@
+"""The peer tree: collectives of one node by kernels that read the other ranks' memory.
+
+    gather   every rank stages its part; a barrier; every rank pulls all parts
+    finish   every rank stages its roots; a barrier; every rank evaluates the tree on its slice
+
+An all-reduce is a finish and a gather (two-shot), or for few elements a finish of everything by
+every rank (one-shot). Bits are those of `collective.py` over any transport.
+
+NVLink multicast (multimem, NVLS) is not used: it adds in the switch, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from h3lib.contract import CONTRACT_ID, OperandError, PeerError
+from h3lib.parallel.gloo import GlooTransport, check_same
+from h3lib.parallel.peer_kernels import UNIT
+from h3lib.parallel.peer_memory import CudaDriver, Driver
+from h3lib.parallel.peer_steps import PeerSteps, capturing, integers, padded, tree_programs
+from h3lib.parallel.peer_sync import DISAGREES, MAX_PEERS, MISSING
+from h3lib.parallel.transport import (
+    Call,
+    Cuts,
+    Level,
+    Slice,
+    check_calls,
+    even_slices,
+    num_roots,
+)
+
+CAPACITY_BYTES = 64 << 20
+ONE_SHOT_BYTES = 1 << 20  # that one rank reads from its peers
+_TOLD = 3  # kind of a status: a verdict was read in the store
+_WATCH_S = 0.2
+
+
+class PeerTree(Level):
+    """One group of ranks of one node.
+
+    With `checked` a call returns when its result is complete, and raises if it cannot be. Without,
+    a failed call returns NaN, and the next call or `check` raises. Inside a CUDA graph calls are
+    never checked: call `check` after a replay. Collectives of a group are taken in stream order;
+    a call on another stream waits for the last one, a graph's replay is ordered by its caller.
+    """
+
+    def __init__(
+        self,
+        control: GlooTransport,
+        capacity_bytes: int = CAPACITY_BYTES,
+        timeout_s: float | None = None,
+        driver: Driver | None = None,
+        checked: bool = True,
+    ):
+        """Collective over `control`. **Raises:** PeerError on every rank if contract, software, GPU
+        or sizes differ, the ranks are not of one node, or memory cannot be shared."""
+        self.control, self.world, self.checked = control, control.world, checked
+        self.rank, self.size = control.rank, control.size
+        self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
+        self._stream, self._steps = None, None
+        if self.size > MAX_PEERS.value:
+            raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
+        try:
+            check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
+            driver = driver or CudaDriver()
+            self._steps = PeerSteps(control, capacity_bytes, self.timeout_s, driver)
+        except PeerError as error:
+            raise self.world.fail(error) from None
+
+    def _fingerprint(self, capacity_bytes: int) -> dict[str, object]:
+        return {
+            "contract": CONTRACT_ID,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "host": self.world.members.hosts[self.world.rank],
+            "capacity": capacity_bytes,
+            "timeout": self.timeout_s,
+        }
+
+    def close(self) -> None:
+        """Unmap and free. Collective while the world is well, so that nobody reads freed memory."""
+        if self._steps is None:
+            return
+        try:
+            self._steps.synchronize()
+            if self.world.error is None:
+                self.control.gather_objects(None)
+        finally:
+            self._steps.buffers.release()
+            self._steps = None
+
+    def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
+        if 4 * num_elements * num_roots * (self.size - 1) <= ONE_SHOT_BYTES:
+            return [(0, num_elements)] * self.size
+        return even_slices(num_elements, self.size, UNIT)
+
+    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+        call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))
+        return self._guarded(call, lambda steps: self._gather(steps, part, lengths, call))
+
+    def _gather(
+        self, steps: PeerSteps, part: Tensor, lengths: Sequence[int], call: Call
+    ) -> Tensor:
+        source = integers(self._operand(part, call))
+        if len(source) != lengths[self.rank]:
+            raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
+        out = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
+        chunk = steps.slot_bytes // part.element_size()
+        starts = [sum(lengths[:r]) for r in range(self.size)]
+        for first in range(0, max(1, *lengths), chunk):
+            sizes = [_clip(length - first, chunk) for length in lengths]
+            steps.stage(source, ((first, 0, sizes[self.rank]),))
+            steps.barrier(_digest(call))
+            pulled = [(0, a + first, n) for a, n in zip(starts, sizes, strict=True)]
+            steps.pull(integers(out), tuple(pulled))
+        return out
+
+    def finish(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        first: int,
+        parts: Sequence[Sequence[Slice]],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
+        OperandError also for roots that are not FP32."""
+        call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
+        return self._guarded(
+            call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call)
+        )
+
+    def _finish(
+        self,
+        steps: PeerSteps,
+        flat: Tensor,
+        cuts: Cuts,
+        first: int,
+        parts: Sequence[Sequence[Slice]],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> Tensor:
+        """A slot holds `[distinct slices, R, width]`; long slices go through it piece by piece."""
+        if flat.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
+            accepted = "FP32 roots, FP32 or BF16 result"
+            raise OperandError("dtypes of roots and result", (flat.dtype, dtype), accepted)
+        source, (roots, n) = integers(self._operand(flat, call)), flat.shape
+        ranges = list(dict.fromkeys(part for parts_of in parts for part in parts_of))
+        longest = max(stop - start for start, stop in ranges)
+        most = max(num_roots(cuts, first + rank) for rank in range(self.size))
+        width = steps.row_width(len(ranges) * most, longest)
+        programs = tree_programs(tuple(cuts), first, self.size)
+        own = [(ranges.index(part), part[1] - part[0]) for part in parts[self.rank]]
+        outs = [padded(len(programs), length, flat.device, dtype) for _, length in own]
+        for at in range(0, max(1, longest), width):
+            staged = [
+                (r * n + start + at, (j * roots + r) * width, _clip(stop - start - at, width))
+                for j, (start, stop) in enumerate(ranges)
+                for r in range(roots)
+            ]
+            steps.stage(source, tuple(staged))
+            steps.barrier(_digest(call))
+            for out, (part, length) in zip(outs, own, strict=True):
+                steps.tree(out, programs, part, width, _clip(length - at, width), at)
+        pieces = [out[:, :length] for out, (_, length) in zip(outs, own, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def check(self, what: str = "a collective") -> None:
+        """Wait for everything asked for. **Raises:** PeerError if a call failed."""
+        self._check(self._open_steps(), Call(what))
+
+    def _open_steps(self) -> PeerSteps:
+        if self.world.error is not None:
+            raise self.world.error_after()
+        if self._steps is None:
+            raise PeerError("peer group", "closed", "an open one")
+        return self._steps
+
+    def _guarded(self, call: Call, run: Callable[[PeerSteps], Tensor]) -> Tensor:
+        """A collective to its checked end; what this rank alone refuses, its peers hear of."""
+        steps, subject = self._open_steps(), f"rank {self.world.rank} in {call.name}"
+        try:
+            result = run(steps)
+        except torch.OutOfMemoryError as error:
+            raise self.world.fail(PeerError(subject, "out of memory", "memory")) from error
+        except OperandError as error:
+            self.world.fail(PeerError(subject, str(error), "an operand of the group's call"))
+            raise
+        if self.checked and not capturing():
+            self._check(steps, call)
+        return result
+
+    def _operand(self, tensor: Tensor, call: Call) -> Tensor:
+        """The elements of an operand in order; a call on another stream waits for the last."""
+        device = self._steps.device
+        if tensor.device != device:
+            raise OperandError(f"device of {call.name}", str(tensor.device), str(device))
+        if device.type == "cuda" and not capturing():
+            stream = torch.cuda.current_stream()
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        return tensor.reshape(-1).contiguous()  # one column of a matrix is a view with a stride
+
+    def _check(self, steps: PeerSteps, call: Call) -> None:
+        try:
+            self._watch(steps)
+            kind, named = steps.status
+        except RuntimeError as error:  # of CUDA: this rank is the one that failed
+            subject = f"rank {self.world.rank} in {call.name}"
+            cause = str(error).splitlines()[0]
+            raise self.world.fail(PeerError(subject, cause, "no CUDA error")) from error
+        if kind:
+            raise self.world.fail(self._failure(call, kind, named))
+
+    def _watch(self, steps: PeerSteps) -> None:
+        """Wait for the stream; not for a peer whose process has ended, or after a verdict."""
+        if steps.device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        started = watched = time.monotonic()
+        while not done.query():
+            now = time.monotonic()
+            if now - watched > _WATCH_S:
+                watched = now
+                gone = [place for place, rank in enumerate(self.control.ranks) if self._ended(rank)]
+                if gone or self.world.has_verdict():
+                    steps.give_up(MISSING.value if gone else _TOLD, gone)
+            time.sleep(0 if now - started < 0.002 else 0.0002)
+
+    def _ended(self, rank: int) -> bool:
+        return rank != self.world.rank and self.world.members.ended(rank)
+
+    def _failure(self, call: Call, kind: int, named: list[int]) -> PeerError:
+        """What the kernels' status means, as far as this rank can tell."""
+        if kind == _TOLD:
+            return PeerError(f"peers in {call.name}", "a failure", "an answer")
+        ranks = [self.control.ranks[place] for place in named]
+        if kind == DISAGREES.value:
+            try:
+                check_calls(self.control.gather_objects(call))
+            except PeerError as error:
+                return error
+            return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
+        fault = self.world.members.fault(ranks[0]) or "late: it did not come"
+        accepted = f"an answer in {self.timeout_s:g} s"
+        return PeerError(f"rank {ranks[0]} in {call.name}", fault, accepted)
+
+
+@functools.lru_cache(4096)
+def _digest(call: Call) -> int:
+    """62 bits of a call, with bit 62 set: always a 64-bit argument, never 0."""
+    digest = hashlib.sha256(repr(call).encode()).digest()
+    return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62
+
+
+def _clip(length: int, most: int) -> int:
+    return min(max(length, 0), most)
