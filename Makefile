@@ -42,6 +42,8 @@ book: notebooks  ## build the book, warnings are errors
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/python -m h3lib.readme --check
+	$(BIN)/python -m h3lib.ledger --check
+	$(BIN)/python -m h3lib.claims --check
 
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -11,6 +15,7 @@ from torch import Tensor
 from h3lib.contract import ReportError
 from h3lib.layout import region_shape
 from h3lib.model.trace import Key, Record
+from h3lib.model.weights import digest
 
 
 def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
@@ -27,22 +32,39 @@ def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
     return tensors
 
 
-def save_canonical(tensors: Mapping[Key, Tensor], path: str) -> None:
-    """Write canonical values to one safetensors file."""
-    save_file({"/".join(key): tensor.cpu() for key, tensor in tensors.items()}, path)
+def canonical_file_name(question: Mapping[str, object]) -> str:
+    """A file name for the answer to `question`: everything that the canonical values depend on."""
+    text = json.dumps(question, sort_keys=True, default=str)
+    return f"canonical-{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
+
+
+def save_canonical(tensors: Mapping[Key, Tensor], path: str | Path) -> None:
+    """Write canonical values and their SHA-256 to one safetensors file: whole or not there."""
+    values = {"/".join(key): tensor.cpu() for key, tensor in tensors.items()}
+    unfinished = f"{path}.{os.getpid()}"
+    try:
+        save_file(values, unfinished, {name: digest(value) for name, value in values.items()})
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
 
 
 class CanonicalFile(Mapping):
     """The canonical values that `save_canonical` wrote, read one at a time."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str | Path):
         self.file = safe_open(path, framework="pt")
+        self.digests = {_key(name): sha256 for name, sha256 in self.file.metadata().items()}
 
     def __iter__(self) -> Iterator[Key]:
-        return (tuple(name.split("/", 1)) for name in self.file.keys())  # noqa: SIM118
+        return map(_key, self.file.keys())
 
     def __len__(self) -> int:
         return len(self.file.keys())
 
     def __getitem__(self, key: Key) -> Tensor:
         return self.file.get_tensor("/".join(key))
+
+
+def _key(name: str) -> Key:
+    return tuple(name.split("/", 1))

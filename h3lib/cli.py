@@ -1,4 +1,5 @@
-"""The command line: `h3lib run`, `layouts`, `verify`, `bench`, `faults`."""
+"""The command line: `h3lib run`, `generate`, `checkpoint`, `layouts`, `verify`, `bench`, `faults`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from h3lib.contract import SIZES, H3Error, LayoutError, ReportError
+from h3lib.contract import SIZES, CheckpointError, H3Error, LayoutError, ReportError, model_size
+from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
+from h3lib.model.released import FILE_STEM
 from h3lib.rank import EQUAL, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
@@ -26,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_generate(commands)
     layouts = commands.add_parser(
         "layouts", help="list the layouts that this machine can run, and why not the rest"
     )
@@ -33,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
+    _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
     bench.add_argument("what", choices=("kernels", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
@@ -49,10 +54,79 @@ def main(arguments: list[str] | None = None) -> None:
 def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
-        help="run one block in a layout and compare every rank with one process alone",
+        help="run a block or the model in a layout, compare every rank with one process alone",
         description="Exit status: 0 all bytes equal, 1 some differ, 2 unsupported or invalid "
         "request, 3 a rank failed or timed out, 130 interrupted.",
     )
+    _add_request(parser, blocks="1")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="save the inputs of the blocks alone, compute each again in the backward",
+    )
+    parser.set_defaults(main=_run)
+
+
+def _add_generate(commands) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="run a generation in a layout, compare every step on every rank, and its replay",
+        description="Every velocity and latent of the rollout, and of each step replayed as "
+        "training computes it, against one process alone. Exit status as of `run`.",
+    )
+    _add_request(parser, blocks="all")
+    parser.add_argument(
+        "--points", type=int, default=5, metavar="N", help="grid points; N - 1 steps (default 5)"
+    )
+    parser.set_defaults(main=_run)
+
+
+def _add_checkpoint(commands) -> None:
+    parser = commands.add_parser(
+        "checkpoint", help="inspect, write or convert a released checkpoint folder"
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    inspect = actions.add_parser("inspect", help="what a folder holds, or what is wrong")
+    inspect.add_argument("folder")
+    inspect.add_argument("--digests", action="store_true", help="SHA-256 of each parameter")
+    synth = actions.add_parser("synth", help="write synthetic values as a released folder")
+    synth.add_argument("folder")
+    synth.add_argument("--seed", type=int, default=0)
+    convert = actions.add_parser("convert", help="write a folder again in another key layout")
+    convert.add_argument("source")
+    convert.add_argument("folder")
+    for action in (inspect, synth, convert):
+        named = {"required": True} if action is synth else {"help": "instead of config.json's"}
+        action.add_argument("--size", choices=tuple(SIZES), **named)
+    for action in (synth, convert):
+        action.add_argument("--key-layout", choices=tuple(FILE_STEM), required=True)
+        action.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, metavar="N")
+    parser.set_defaults(main=_checkpoint)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    try:
+        if options.action == "synth":
+            size = model_size(options.size)
+            given = (options.seed, options.key_layout, options.max_shard_bytes)
+            synthesise(options.folder, size, *given)
+        elif options.action == "convert":
+            size = folder_size(options.source, options.size)
+            given = (size, options.key_layout, options.max_shard_bytes)
+            convert(options.source, options.folder, *given)
+        else:
+            size = folder_size(options.folder, options.size)
+            for line in inspect_folder(options.folder, size, options.digests):
+                print(line)
+    except CheckpointError as error:
+        for problem in problems(error):
+            print(f"h3lib: {problem}", file=sys.stderr)
+        return REFUSED
+    return EQUAL
+
+
+def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
+    """What a run in a layout is asked for."""
     parser.add_argument("--layout", required=True, help="e.g. tp4-cp2-sp or tp8-local4")
     parser.add_argument("--size", default="tiny", help=", ".join(SIZES))
     what = parser.add_mutually_exclusive_group(required=True)
@@ -62,7 +136,12 @@ def _add_run(commands) -> None:
     parser.add_argument(
         "--weights", default="synthetic", help="synthetic[:SEED] or a released checkpoint folder"
     )
-    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument(
+        "--blocks",
+        default=blocks,
+        metavar="N",
+        help="whole model with its first N blocks, or all; `run --blocks 1`: block 0 alone",
+    )
     parser.add_argument(
         "--local-size",
         type=int,
@@ -76,8 +155,13 @@ def _add_run(commands) -> None:
         "--transport",
         help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
     )
+    parser.add_argument(
+        "--canonical",
+        metavar="FOLDER",
+        help="keep the canonical values there, and take them from there if an earlier run of the "
+        "same commit, inputs, device and software left them (the report says which)",
+    )
     parser.add_argument("--out", required=True, metavar="FILE.json")
-    parser.set_defaults(main=_run)
 
 
 def _add_faults(commands) -> None:

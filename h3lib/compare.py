@@ -15,7 +15,6 @@ from torch import Tensor
 from h3lib.contract import ReportError
 from h3lib.layout import Region, region_shape
 from h3lib.model.trace import Key, Record
-from h3lib.model.weights import digest
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -94,10 +93,16 @@ def _coordinate(flat: int, region: Region) -> list[int]:
     return coordinate[::-1]
 
 
-def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) -> list[dict]:
+def summarise(
+    canonical: Mapping[Key, Tensor],
+    digests: Mapping[Key, str],
+    ranks: list[list[Difference]],
+    num_stages: int = 1,
+) -> list[dict]:
     """One entry a compared value, over all ranks: the `tensors` of a report.
 
-    `covered` says that every rank shows its piece and that the pieces together are the whole.
+    `digests` are the SHA-256 of the canonical values. `covered` says that every rank of the stages
+    that have the value shows its piece, and that the pieces together are the whole.
 
     **Raises:** ReportError for a value that is not canonical, or that a rank shows twice.
     """
@@ -108,10 +113,13 @@ def summarise(canonical: Mapping[Key, Tensor], ranks: list[list[Difference]]) ->
             raise ReportError(f"values of rank {rank}", keys, "each canonical value once")
         for difference in differences:
             by_key[difference.key].append((rank, difference))
-    return [_summary(key, canonical[key], found, len(ranks)) for key, found in by_key.items()]
+    return [
+        {**_summary(key, canonical[key], found, len(ranks) // num_stages), "sha256": digests[key]}
+        for key, found in by_key.items()
+    ]
 
 
-def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], num_ranks: int) -> dict:
+def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], stage: int) -> dict:
     first = next(({"rank": rank, **d.first} for rank, d in found if d.first), None)
     pieces = {(d.region, d.start, d.total) for _, d in found}
     return {
@@ -121,10 +129,16 @@ def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], num_
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "total": sum(d.total for _, d in found),
         "different": sum(d.different for _, d in found),
-        "covered": len(found) == num_ranks and _covered(tuple(tensor.shape), pieces),
+        "covered": _whole_stages([rank for rank, _ in found], stage)
+        and _covered(tuple(tensor.shape), pieces),
         "first": first,
-        "sha256": digest(tensor),
     }
+
+
+def _whole_stages(ranks: list[int], stage: int) -> bool:
+    """Whether the ranks, ascending, are all of some stages of `stage` ranks each, one at least."""
+    stages = {rank // stage for rank in ranks}
+    return ranks == [s * stage + r for s in sorted(stages) for r in range(stage)] != []
 
 
 def _covered(shape: tuple[int, ...], pieces: set[tuple[Region, int | None, int]]) -> bool:

@@ -215,6 +215,12 @@ class ModelSize:
         return self.num_attention_heads * self.attention_head_dim
 
     @property
+    def video_dim(self) -> int:
+        """Values of one video row: channels of one patch."""
+        frames, height, width = self.patch_size
+        return self.in_channels * frames * height * width
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated: two halves of (t, h, w) angles."""
         return 2 * 3 * self.rope_freq_dim
@@ -230,6 +236,9 @@ class ModelSize:
             width = getattr(self, axis)
             if width % contract.num_units:
                 raise ContractError(axis, width, f"a multiple of num_units = {contract.num_units}")
+        if 2 * self.hidden_size % contract.num_units:  # outputs of the last AdaLN linear
+            accepted = f"2 * hidden_size a multiple of num_units = {contract.num_units}"
+            raise ContractError("hidden_size", self.hidden_size, accepted)
         if self.rotary_dim > self.attention_head_dim:
             raise ContractError("rotary_dim", self.rotary_dim, f"at most {self.attention_head_dim}")
         if device == "cuda":

@@ -1,8 +1,9 @@
 """Layout names, the rank grid, and who owns which units and rows.
 
-`tp4-cp2-sp-local4` = four tensor-parallel ranks times two context-parallel ranks, norms split by
-rows inside a TP group, four ranks on a node. Ranks are node-major; mesh axes are (cp, tp), so
-rank = cp_rank * tp + tp_rank. Standard library only.
+`tp4-cp2-sp-pp2-local4` = four tensor-parallel ranks times two context-parallel ranks, norms split
+by rows inside a TP group, two pipeline stages of such ranks, four ranks on a node. Ranks are
+node-major; mesh axes are (pp, cp, tp), so rank = (stage * cp + cp_rank) * tp + tp_rank.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from h3lib.contract import (
     RowUnits,
 )
 
+MAX_STAGES = 64
 TP_DEGREES = (1, 2, 4, 8)
 CP_DEGREES = tuple(range(1, NUM_SEQUENCE_UNITS + 1))
 
 _N = r"(0|[1-9][0-9]{0,3})"
-_NAME = re.compile(rf"(?:tp{_N}(?:-cp{_N})?|cp{_N})(-sp)?(?:-local{_N})?")
+_NAME = re.compile(rf"(?:tp{_N}(?:-cp{_N})?|cp{_N})(-sp)?(?:-pp{_N})?(?:-local{_N})?")
 
 Ranges = tuple[range, ...]
 Region = tuple[Ranges, ...]
@@ -42,22 +44,31 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to place the block on ranks; `local_size` None means every rank on one node."""
+    """One way to place the model on ranks; `local_size` None means every rank on one node.
+
+    `pp` stages hold contiguous layers; inside a stage tp, cp and sp are the same everywhere.
+    """
 
     tp: int = 1
     cp: int = 1
     sp: bool = False
     local_size: int | None = None
+    pp: int = 1
 
     def __post_init__(self):
-        if not all(type(degree) is int for degree in (self.tp, self.cp, self.local_size or 1)):
-            raise LayoutError("degrees", (self.tp, self.cp, self.local_size), "integers")
+        degrees = (self.tp, self.cp, self.local_size or 1, self.pp)
+        if not all(type(degree) is int for degree in degrees):
+            raise LayoutError("degrees", degrees, "integers")
         if self.tp not in TP_DEGREES:
             raise LayoutError("tp degree", self.tp, ", ".join(map(str, TP_DEGREES)))
         if self.cp not in CP_DEGREES:
             raise LayoutError("cp degree", self.cp, "1 to 8")
-        if self.local_size is None:
-            return
+        if not 1 <= self.pp <= MAX_STAGES:
+            raise LayoutError("pp degree", self.pp, f"1 to {MAX_STAGES}")
+        if self.local_size is not None:
+            self._check_nodes()
+
+    def _check_nodes(self) -> None:
         local = self.local_size
         if local < 1 or (self.tp % local and local % self.tp):
             raise LayoutError(
@@ -72,6 +83,12 @@ class Layout:
                 local,
                 f"a divisor of the number of ranks {self.num_ranks}: nodes hold equally many ranks",
             )
+        if self.stage_size % local and local % self.stage_size:
+            raise LayoutError(
+                "local size",
+                local,
+                f"a divisor or a multiple of the {self.stage_size} ranks of a stage",
+            )
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -84,33 +101,53 @@ class Layout:
             raise LayoutError(
                 "layout name",
                 name,
-                "tp1 tp2 tp4 tp8, cp1..cp8, sp, localN, in this order, joined "
-                "by '-', with tp or cp named, e.g. tp4-cp2-sp or tp8-local4",
+                "tp1 tp2 tp4 tp8, cp1..cp8, sp, ppN, localN, in this order, joined "
+                "by '-', with tp or cp named, e.g. tp4-cp2-sp, tp2-pp4 or tp8-local4",
             )
-        tp, cp, cp_alone, sp, local = match.groups()
-        return cls(int(tp or 1), int(cp or cp_alone or 1), bool(sp), int(local) if local else None)
+        tp, cp, cp_alone, sp, pp, local = match.groups()
+        degrees = int(tp or 1), int(cp or cp_alone or 1), bool(sp)
+        return cls(*degrees, int(local) if local else None, int(pp or 1))
 
     @property
     def name(self) -> str:
         parts = [f"tp{self.tp}"] if self.tp > 1 or self.cp == 1 else []
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += ["sp"] if self.sp else []
+        parts += [f"pp{self.pp}"] if self.pp > 1 else []
         parts += [f"local{self.local_size}"] if self.local_size else []
         return "-".join(parts)
 
     @property
-    def num_ranks(self) -> int:
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
         return self.tp * self.cp
+
+    @property
+    def num_ranks(self) -> int:
+        return self.stage_size * self.pp
 
     @property
     def num_nodes(self) -> int:
         return self.num_ranks // (self.local_size or self.num_ranks)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(cp_rank, tp_rank) of a rank."""
+        """(cp_rank, tp_rank) of a rank in its stage."""
         if not 0 <= rank < self.num_ranks:
             raise LayoutError("rank", rank, f"0 to {self.num_ranks - 1} in {self.name}")
-        return divmod(rank, self.tp)
+        return divmod(rank % self.stage_size, self.tp)
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self.stage_size
+
+    def layers(self, num_layers: int, stage: int) -> range:
+        """The contiguous layers of a stage.
+
+        **Raises:** LayoutError if there are fewer layers than stages.
+        """
+        if num_layers < self.pp:
+            raise LayoutError("pp degree", self.pp, f"at most the number of layers, {num_layers}")
+        return range(num_layers * stage // self.pp, num_layers * (stage + 1) // self.pp)
 
     def node(self, rank: int) -> int:
         return rank // (self.local_size or self.num_ranks)
@@ -121,8 +158,18 @@ class Layout:
         return list(range(first, first + self.tp))
 
     def cp_group(self, rank: int) -> list[int]:
-        """Global ranks that share this rank's feature units, by cp_rank."""
-        return list(range(rank % self.tp, self.num_ranks, self.tp))
+        """Global ranks of the stage that share this rank's feature units, by cp_rank."""
+        first = self.stage(rank) * self.stage_size
+        return list(range(first + rank % self.tp, first + self.stage_size, self.tp))
+
+    def stage_group(self, rank: int) -> list[int]:
+        """Global ranks of this rank's stage."""
+        first = self.stage(rank) * self.stage_size
+        return list(range(first, first + self.stage_size))
+
+    def pp_group(self, rank: int) -> list[int]:
+        """Global ranks at this rank's place of every stage, by stage."""
+        return list(range(rank % self.stage_size, self.num_ranks, self.stage_size))
 
 
 @dataclass(frozen=True)
@@ -161,7 +208,7 @@ class Ownership:
         return (*starts, self.rows.num_rows)
 
     def row_unit_cuts(self) -> tuple[int, ...]:
-        """Row units by global rank under SP, by cp_rank without."""
+        """Row units by rank of the stage under SP, by cp_rank without."""
         per_unit = ROW_UNITS_PER_SEQUENCE_UNIT
         cuts = [per_unit * s for s in self.sequence_cuts()]
         if not self.layout.sp:
@@ -173,6 +220,11 @@ class Ownership:
             for t in range(tp)
         ]
         return (*inner, NUM_ROW_UNITS)
+
+    def row_cuts(self) -> tuple[int, ...]:
+        """Rows by the owners of `row_unit_cuts`: slices under SP, CP shards without."""
+        rows = [self._first_row(unit) for unit in self.row_unit_cuts()[:-1]]
+        return (*rows, self.rows.num_rows)
 
     def slice_row_cuts(self, cp_rank: int) -> tuple[int, ...]:
         """Rows of one CP shard by tp_rank: equal to the shard for every rank without SP."""

@@ -7,6 +7,7 @@ pandas and matplotlib are imported here and nowhere else in the package. Ranks a
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import pandas as pd
 from IPython import get_ipython
-from IPython.display import HTML
+from IPython.display import HTML, Markdown
 from matplotlib.axes import Axes
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -54,10 +55,15 @@ def _path(value: object) -> bool:
     return isinstance(value, str) and (not value or (ROOT / value).exists())
 
 
+def _file(value: object) -> bool:
+    return isinstance(value, str) and value != "" and (ROOT / value).is_file()
+
+
 def _folder(value: object) -> bool:
     return isinstance(value, str) and value != "" and (ROOT / value).is_dir()
 
 
+_MEASURED = (_file, "the path of a JSON file of measurements in this repository")
 CHECKS = {
     "layout": (lambda value: isinstance(Layout.parse(value), Layout), "a layout"),
     "size": _one_of(SIZES),
@@ -66,6 +72,12 @@ CHECKS = {
     "seed": _integer(0),
     "report": (_path, "the path of a report in this repository, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
+    "measured": _MEASURED,
+    "traffic": _MEASURED,
+    "attention": _MEASURED,
+    "gpus": _integer(1),
+    "nic_gb_s": _integer(1),
+    "nvlink_gb_s": _integer(1),
     "kernels": (_folder, "the path of a folder of benchmarks in this repository"),
 }
 
@@ -85,6 +97,13 @@ def check_parameters(**values: object) -> SimpleNamespace:
             raise ParameterError(f"parameter {name}", value, accepted)
     _set_style()
     return SimpleNamespace(**values)
+
+
+def check_one_of(name: str, value: object, accepted: Iterable) -> None:
+    """**Raises:** ParameterError for a value that the notebook's data does not have."""
+    accepted = [*accepted]
+    if value not in accepted:
+        raise ParameterError(f"parameter {name}", value, ", ".join(map(str, accepted)))
 
 
 def _injected_names() -> set[str]:
@@ -150,6 +169,25 @@ def _run(p: SimpleNamespace, path: Path) -> None:
         raise ReportError(
             "h3lib run", f"status {done.returncode}: {done.stderr.strip()}", "a report"
         )
+
+
+def read_measured(path: str) -> dict:
+    """What a program of `h3lib.bench` wrote, if it came to its end.
+
+    **Raises:** ReportError for a file that cannot be read or is not complete.
+    """
+    try:
+        content = json.loads((ROOT / path).read_text())
+    except (OSError, ValueError) as error:
+        raise ReportError(f"measurements {path}", str(error), "a JSON file") from error
+    if not isinstance(content, dict) or content.get("complete") is not True:
+        raise ReportError(f"measurements {path}", "incomplete", "`complete: true`")
+    return content
+
+
+def answer(text: str) -> Markdown:
+    """The boxed answer of a page; its cell renders Markdown as MyST."""
+    return Markdown(f":::{{admonition}} Answer\n:class: tip\n{text}\n:::")
 
 
 def tensor_table(report: dict, kinds: Iterable[str]) -> pd.DataFrame:

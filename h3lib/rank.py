@@ -1,8 +1,8 @@
-"""One rank of a run: compute the block in a layout, compare it with the canonical block.
+"""One rank of a run: compute a program in a layout, compare it with the canonical values.
 
-Started by `h3lib run`, or directly under torchrun or srun. The first rank of every machine computes
-the canonical block alone and leaves it in a temporary folder there; every rank compares every value
-of its own with it. Rank 0 writes the report.
+Started by `h3lib run`, or directly under torchrun or srun. The first rank of every machine runs the
+program alone and leaves its values in a temporary folder there; every rank compares every value of
+its own with them. Rank 0 writes the report.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from pathlib import Path
 
 import torch
 
-from h3lib.canonical import CanonicalFile, canonical_tensors, save_canonical
+from h3lib.canonical import (
+    CanonicalFile,
+    canonical_file_name,
+    canonical_tensors,
+    save_canonical,
+)
 from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
-from h3lib.model.inputs import block_inputs, block_weights, trace_block
-from h3lib.model.packing import pack
+from h3lib.model.generation import first_different_step
+from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
@@ -67,7 +72,7 @@ class RankRun:
             self._join()
             self._phase("canonical")
             canonical = self._canonical()
-            records = self._block(self.shard)
+            records = self._records(self.shard, self.program)
             self._phase("compare")
             differences = [
                 compare_record(record, canonical[record.kind, record.name]) for record in records
@@ -89,7 +94,8 @@ class RankRun:
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
         now = time.monotonic()
-        self.seconds[self.phase] += now - self.phase_started
+        before = self.seconds.get(self.phase, 0.0)
+        self.seconds[self.phase] = before + now - self.phase_started
         self.phase, self.phase_started = name, now
         self.progress(name)
 
@@ -106,26 +112,22 @@ class RankRun:
         fingerprint = {key: self.environment[key] for key in same}
         fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
-        require_same(self.world, {"contract": self.contract.id, **asked, **fingerprint})
-        self.packed = pack(request.parsed_job).to(self.device)
-        self.source = request.source(self.device)
+        asked["contract"] = self.contract.id
+        require_same(self.world, {**asked, **fingerprint})
+        # what one process does not ask
+        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute")
+        self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
+        self.program = request.program(self.device)
+        self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
 
-    def _block(self, shard: SeqShard, backward: bool = True) -> list[Record]:
-        """Every value of the block at a place; timed, all ranks in step, at this rank's own."""
-        request = self.request
+    def _records(
+        self, shard: SeqShard, program: Program, backward: bool = True
+    ) -> list[Record]:
+        """Every value at a place; timed, all ranks in step, at this rank's own."""
         step = self._step if shard is self.shard else lambda phase: None
-        records = trace_block(
-            request.model_size,
-            self.source,
-            self.packed,
-            shard,
-            request.seed,
-            request.backend,
-            backward,
-            step,
-        )
+        records = program.records(shard, backward, step)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return records
@@ -140,37 +142,46 @@ class RankRun:
     def _canonical(self) -> CanonicalFile:
         """Computed by the first rank of each machine, read by all ranks of that machine.
 
-        The file is removed as soon as all have it open.
+        The file is removed as soon as all have it open, or kept for the next run that asks the
+        same question (`Request.canonical`).
         """
         first = self.hosts.index(self.hosts[self.world.rank])
-        path, failure = None, None
+        folder, path, failure, reused = None, None, None, False
         if self.world.rank == first:
-            path = str(Path(tempfile.mkdtemp(prefix="h3lib-")) / "canonical.safetensors")
             try:
-                shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-                save_canonical(canonical_tensors(self._block(shard)), path)
+                folder = Path(self.request.canonical or tempfile.mkdtemp(prefix="h3lib-"))
+                path = folder / canonical_file_name(self.question)
+                reused = path.exists()
+                if not reused:
+                    shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+                    program = self.request.program(self.device, canonical=True)
+                    records = self._records(shard, program)
+                    save_canonical(canonical_tensors(records), path)
+                    del records
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
         try:
-            answers = self.world.gather_objects((path, failure))
-            for rank, (_, reason) in enumerate(answers):
+            answers = self.world.gather_objects((path, failure, reused))
+            for rank, (_, reason, _) in enumerate(answers):
                 if reason is not None:
-                    raise PeerError(f"canonical block on rank {rank}", reason, "a block that runs")
+                    raise PeerError(f"canonical run on rank {rank}", reason, "a run that ends")
             canonical = CanonicalFile(answers[first][0])
+            self.canonical_reused = any(answer[2] for answer in answers)
             self.world.gather_objects(None)
         finally:
-            if path is not None:
-                shutil.rmtree(Path(path).parent, ignore_errors=True)
+            if folder is not None and self.request.canonical is None:
+                shutil.rmtree(folder, ignore_errors=True)
         return canonical
 
     def _control(self, canonical: CanonicalFile) -> dict:
         """The same run with a ring's order on one axis at a time must differ (contract, 7)."""
         layout, rank, axes = self.layout, self.world.rank, []
         groups = {"tp": layout.tp_group(rank), "cp": layout.cp_group(rank)}
-        for axis, key in control_axes(self.shard.owner).items():
+        keys = self.program.control_keys()
+        for axis, key in control_axes(self.shard.owner, keys).items():
             ring = RingControl(self.world.connect(tuple(groups[axis]), rank))
             shard = replace(self.shard, mesh=replace(self.shard.mesh, **{axis: ring}))
-            records = self._block(shard, backward=axis == "cp")
+            records = self._records(shard, self.program, backward=axis == "cp")
             found = [compare_record(r, canonical[key]) for r in records if (r.kind, r.name) == key]
             counts = self.world.gather_objects([(d.total, d.different) for d in found])
             total, different = map(
@@ -196,7 +207,7 @@ class RankRun:
         failure = None
         if self.world.rank == 0:
             try:
-                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in PHASES}
+                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in seconds[0]}
                 write_report(self._content(canonical, ranks, control, slowest), self.request.out)
             except (H3Error, OSError) as error:
                 failure = str(error)
@@ -209,7 +220,7 @@ class RankRun:
         self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict
     ) -> dict:
         request, layout = self.request, self.layout
-        tensors = summarise(canonical, ranks)
+        tensors = summarise(canonical, canonical.digests, ranks, layout.pp)
         on_gpu = request.device == "cuda"
         per_host = max(self.hosts.count(host) for host in self.hosts)
         return {
@@ -221,6 +232,9 @@ class RankRun:
             "ranks_per_gpu": -(-per_host // torch.cuda.device_count()) if on_gpu else None,
             "size": request.size,
             "rows": self.packed.num_rows,
+            "blocks": request.num_blocks,
+            "recompute": request.recompute,
+            **self._generation(tensors),
             "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
             "weights": request.weights if request.is_synthetic else "checkpoint",
             "seed": request.seed,
@@ -228,27 +242,32 @@ class RankRun:
             "backend": request.backend,
             "transports": self.levels.used(),
             "environment": self.environment,
-            "digests": self._digests(),
+            **self._digests(),
             "tensors": tensors,
             "equal": all(tensor["different"] == 0 for tensor in tensors),
             "control": control,
+            "canonical_reused": self.canonical_reused,
             "timings_s": seconds,
             "complete": True,
         }
 
+    def _generation(self, tensors: list[dict]) -> dict:
+        """Grid points, and the first step that differs, of a generation; nothing for other runs."""
+        if self.request.points is None:
+            return {}
+        first = first_different_step(tensors)
+        return {"points": self.request.points, "first_different_step": first}
+
     def _digests(self) -> dict:
-        """SHA-256 over the digests of all weights of the block, and of all inputs."""
-        shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-        weights = block_weights(self.request.model_size, self.source, shard)
-        inputs = block_inputs(
-            self.request.model_size, self.source, self.packed, shard, self.request.seed
-        )
-        rows = inputs.rows
-        given = (inputs.x, inputs.dout, inputs.temb, rows.table_rows, rows.cos, rows.sin)
-        return {
-            "weights": _digest_of(*(f"{name} {digest(weights[name])}" for name in sorted(weights))),
-            "inputs": _digest_of(*map(digest, given)),
-        }
+        """SHA-256 over the digests of all weights, by name, and of all inputs; those of each weight
+        where there are more than one block's."""
+        weights, inputs = self.program.given()
+        by_name = {name: digest(weight) for name, weight in weights}
+        lines = sorted(f"{name} {sha256}" for name, sha256 in by_name.items())
+        digests = {"weights": _digest_of(*lines), "inputs": _digest_of(*map(digest, inputs))}
+        if isinstance(self.program, BlockProgram):
+            return {"digests": digests}
+        return {"digests": digests, "weight_digests": by_name}
 
 
 def _digest_of(*parts: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h3lib.contract import ReportError
@@ -30,11 +30,9 @@ def layout_reports(*folders: Path | str) -> list[dict]:
     **Raises:** ReportError for one that is not whole.
     """
     newest = {}
-    for path in (path for folder in folders for path in sorted(Path(folder).rglob("*.json"))):
-        if _is_layout_report(path):
-            report = read_report(path)
-            same = tuple(report[key] for key in _SAME_RUN)
-            newest[*same, *report["digests"].values()] = report
+    for report in every_layout_report(*folders):
+        same = tuple(report[key] for key in _SAME_RUN)
+        newest[*same, *report["digests"].values()] = report
     return sorted(
         newest.values(),
         key=lambda r: (
@@ -42,6 +40,16 @@ def layout_reports(*folders: Path | str) -> list[dict]:
             -Layout.parse(r["layout"]).tp, r["layout"],
         ),
     )  # fmt: skip
+
+
+def every_layout_report(*folders: Path | str) -> Iterator[dict]:
+    """The reports of `h3lib run` in folders and below, by path; those of the same run too.
+
+    **Raises:** ReportError for one that is not whole.
+    """
+    for path in (path for folder in folders for path in sorted(Path(folder).rglob("*.json"))):
+        if _is_layout_report(path):
+            yield read_report(path)
 
 
 def _is_layout_report(path: Path) -> bool:

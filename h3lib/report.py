@@ -20,8 +20,11 @@ import torch
 
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
 from h3lib.layout import Layout, Ownership
-from h3lib.model.block import block_values
-from h3lib.model.trace import GRADIENT, KINDS
+from h3lib.model.generation import REPLAY, first_different_step, make_program
+from h3lib.model.packing import Job, pack
+from h3lib.model.program import Program
+from h3lib.model.trace import KINDS
+from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.control import control_axes
 
 SCHEMA_VERSION = 1
@@ -80,6 +83,7 @@ _ENVIRONMENT = _object(
     }
 )
 PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
+_SECONDS = {"type": "number", "minimum": 0}
 REPORT_SCHEMA = _object(
     {
         "schema": {"const": SCHEMA_VERSION},
@@ -100,10 +104,18 @@ REPORT_SCHEMA = _object(
         "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
         "equal": {"type": "boolean"},
         "control": _CONTROL,
-        "timings_s": _object({phase: {"type": "number", "minimum": 0} for phase in PHASES}),
+        "timings_s": _object(dict.fromkeys(PHASES, _SECONDS), {REPLAY: _SECONDS}),
         "complete": {"const": True},
     },
-    {"transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}}},
+    {
+        "transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}},
+        "canonical_reused": {"type": "boolean"},
+        "blocks": {"type": "integer", "minimum": 1},
+        "recompute": {"type": "boolean"},
+        "weight_digests": {"type": "object", "additionalProperties": _SHA256},
+        "points": {"type": "integer", "minimum": 2},
+        "first_different_step": {"type": ["integer", "null"]},
+    },
 )
 
 
@@ -115,8 +127,9 @@ def check_report(report: object) -> None:
         where = "/".join(map(str, error.absolute_path)) or "report"
         raise ReportError(f"report field {where}", error.message, "the schema of h3lib.report")
     owner = _check_place(report)
+    program = program_of(report)
     tensors = {(tensor["kind"], tensor["name"]): tensor for tensor in report["tensors"]}
-    _check_values(report, tensors)
+    _check_values(report, tensors, program)
     for tensor in tensors.values():
         if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
             raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
@@ -128,7 +141,11 @@ def check_report(report: object) -> None:
             )
     if report["equal"] != all(tensor["different"] == 0 for tensor in tensors.values()):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
-    _check_control(report["control"], control_axes(owner), tensors)
+    if "points" in report:
+        first, told = first_different_step(report["tensors"]), report.get("first_different_step")
+        if first != told:
+            raise ReportError("first step that differs", told, f"{first} as the tensors say")
+    _check_control(report["control"], control_axes(owner, program.control_keys()), tensors)
 
 
 def _check_place(report: dict) -> Ownership:
@@ -148,14 +165,30 @@ def _check_place(report: dict) -> Ownership:
     return owner
 
 
-def _check_values(report: dict, tensors: dict) -> None:
-    """Exactly the values that a traced block shows, each once and in its shape."""
-    timesteps = tensors.get((GRADIENT, "dtemb"), {"shape": [0]})["shape"][0]
-    expected = block_values(model_size(report["size"]), report["rows"], timesteps)
+def program_of(report: dict) -> Program:
+    """The program that a report says was run. **Raises:** ReportError if there is none such."""
+    try:
+        size, job = model_size(report["size"]), dict(report["job"])
+        del job["name"]
+        job |= {"keyframes": tuple(job["keyframes"]), "vision_rows": ()}
+        packed = pack(Job(**job))
+        blocks, points = report.get("blocks", 1), report.get("points")
+        program = make_program(size, blocks, SyntheticWeights(size), packed, points=points)
+        program.check_layout(Layout.parse(report["layout"]))
+    except (H3Error, TypeError, KeyError) as error:
+        raise ReportError("program of the report", str(error), "a job, blocks and size") from error
+    if packed.num_rows != report["rows"]:
+        raise ReportError("rows", report["rows"], f"{packed.num_rows} as the job has")
+    return program
+
+
+def _check_values(report: dict, tensors: dict, program: Program) -> None:
+    """Exactly the values that the program shows, each once and in its shape."""
+    expected = program.values()
     shapes = {key: tuple(tensor["shape"]) for key, tensor in tensors.items()}
     if len(tensors) != len(report["tensors"]) or shapes != expected:
         wrong = sorted(key for key in shapes | expected if shapes.get(key) != expected.get(key))
-        raise ReportError("compared values", wrong or "one twice", "each value of the block once")
+        raise ReportError("compared values", wrong or "one twice", "each value of the run once")
 
 
 def _check_control(control: dict, expected: dict, tensors: dict) -> None:
@@ -212,8 +245,6 @@ def write_report(report: dict, path: Path | str) -> None:
 
 def environment(device: str, machine: str) -> dict:
     """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
-    commit = git_commit()
-    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
     on_gpu = device == "cuda"
     driver = (
         _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -221,8 +252,8 @@ def environment(device: str, machine: str) -> dict:
         else None
     )
     return {
-        "git_commit": commit,
-        "git_dirty": None if commit is None else bool(status),
+        "git_commit": git_commit(),
+        "git_dirty": git_dirty(),
         "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "driver": driver.splitlines()[0] if driver else None,
         "python": platform.python_version(),
@@ -237,6 +268,12 @@ def environment(device: str, machine: str) -> dict:
 def git_commit() -> str | None:
     """The commit that this package was checked out from, None without a repository."""
     return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+
+
+def git_dirty() -> bool | None:
+    """Whether that checkout has changes of its own, None without a repository."""
+    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+    return None if status is None else bool(status)
 
 
 def machine_names(hosts: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from h3lib.contract import PUBLISHED, H3Error, ModelSize, RowsError, model_size
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import CheckpointWeights
+from h3lib.model.generation import make_program
 from h3lib.model.inputs import TIME_EMBEDDER
-from h3lib.model.packing import Job, job_for_rows
-from h3lib.model.weights import SyntheticWeights, WeightSource
+from h3lib.model.packing import Job, job_for_rows, pack
+from h3lib.model.program import Program
+from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.levels import TRANSPORTS
+from h3lib.report import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -36,7 +39,12 @@ def require_cuda() -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One block in one layout; exactly one of `rows` and `job` is given."""
+    """One program in one layout; exactly one of `rows` and `job` is given.
+
+    `blocks` 1 is block 0 alone with its nodes; N more is the whole model with its first N blocks,
+    "all" with all of them. `recompute`: save the blocks' inputs alone, in the layout's own run.
+    With `points`, a generation of that many grid points by the model with its first N blocks.
+    """
 
     layout: str
     size: str
@@ -45,16 +53,21 @@ class Request:
     job: str | None = None
     device: str = "cpu"
     weights: str = "synthetic"
-    blocks: int = 1
+    blocks: int | str = 1
+    recompute: bool = False
+    points: int | None = None
     local_size: int | None = None
     timeout_s: float = 600.0
     backend: str = "eager"
     transport: str | None = None
+    canonical: str | None = None
 
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""
-        if self.blocks != 1:
-            raise RequestError("blocks", self.blocks, "1: this version runs one block")
+        _ = self.num_blocks
+        if self.recompute and (self.num_blocks == 1 or self.points is not None):
+            accepted = "with --blocks 2 or more, and not in a generation"
+            raise RequestError("recompute", self.recompute, accepted)
         if self.device not in DEVICES:
             raise RequestError("device", self.device, ", ".join(DEVICES))
         if self.device == "cuda":
@@ -67,9 +80,18 @@ class Request:
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             raise RequestError("timeout in seconds", self.timeout_s, accepted)
+        if self.canonical is not None:
+            self._check_canonical(Path(self.canonical))
         self.model_size.check(PUBLISHED, self.device)
         Ownership.of(self.parsed_layout, self.parsed_job.num_rows, PUBLISHED)
-        self.source("cpu")
+        self.program("cpu").check_layout(self.parsed_layout)
+
+    def _check_canonical(self, folder: Path) -> None:
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise RequestError("canonical folder", self.canonical, "a folder that can be written")
+        if git_commit() is None or git_dirty():
+            accepted = "code of one commit without changes, which names what was computed"
+            raise RequestError("canonical folder", self.canonical, accepted)
 
     def remove_old_report(self) -> None:
         """A report of an earlier run goes first: what is there afterwards is of this run.
@@ -97,11 +119,30 @@ class Request:
             raise RequestError(
                 "local size", self.local_size, f"{layout.local_size} as in {self.layout}"
             )
-        return Layout(layout.tp, layout.cp, layout.sp, self.local_size)
+        return replace(layout, local_size=self.local_size)
 
     @cached_property
     def model_size(self) -> ModelSize:
         return model_size(self.size)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """**Raises:** RequestError for what is not a number of blocks that the model has."""
+        layers = self.model_size.num_layers
+        if self.blocks == "all":
+            return layers
+        if re.fullmatch(r"[1-9]\d{0,3}", str(self.blocks)) and int(self.blocks) <= layers:
+            return int(self.blocks)
+        raise RequestError("blocks", self.blocks, f"1 to {layers} of {self.size}, or all")
+
+    def program(self, device: str, canonical: bool = False) -> Program:
+        """What every rank computes, or what one process alone does.
+
+        **Raises:** CheckpointError listing every problem.
+        """
+        packed, source = pack(self.parsed_job).to(device), self.source(device)
+        given = (source, packed, self.seed, self.backend, self.recompute, self.points, canonical)
+        return make_program(self.model_size, self.num_blocks, *given)
 
     @cached_property
     def parsed_job(self) -> Job:
@@ -127,8 +168,9 @@ class Request:
             raise RequestError(
                 "weights", self.weights, "synthetic, synthetic:SEED or a checkpoint folder"
             )
-        names = [
-            *TIME_EMBEDDER,
-            *(BLOCK_PREFIX + name for name in block_parameters(self.model_size)),
-        ]
+        if self.num_blocks == 1 and self.points is None:
+            block = block_parameters(self.model_size)
+            names = [*TIME_EMBEDDER, *(BLOCK_PREFIX + name for name in block)]
+        else:
+            names = parameters(replace(self.model_size, num_layers=self.num_blocks))
         return CheckpointWeights(self.weights, self.model_size, names, device)

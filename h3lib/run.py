@@ -105,6 +105,8 @@ def _summary(request: Request) -> None:
         f"{len(tensors) - len(wrong)} of {len(tensors)} values equal on {report['num_ranks']} "
         f"ranks ({compared:,} elements); control: {verdict}"
     )
+    if report.get("first_different_step") is not None:
+        print(f"  first step that differs: {report['first_different_step']}")
     for tensor in wrong[:_LOG_LINES]:
         counts = f"{tensor['different']:,} of {tensor['total']:,} differ"
         print(f"  {tensor['kind']} {tensor['name']}: {counts}, first {tensor['first']}")

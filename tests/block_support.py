@@ -6,11 +6,16 @@ import functools
 
 import torch
 
-from h3lib.contract import PUBLISHED, SIZES, Contract
+from h3lib.contract import PUBLISHED, SIZES, Contract, ModelSize
 from h3lib.model.packing import Job, Packed, job_for_rows, pack
 from h3lib.simulate import canonical_block, play_layout
 
 TINY = SIZES["tiny"]
+GOLDEN = ModelSize(
+    "golden", hidden_size=24, num_attention_heads=2, attention_head_dim=16, ffn_dim=32,
+    time_embed_dim=16, time_embed_hidden_dim=24, freq_dim=8, rope_freq_dim=2, text_dim=8,
+    num_layers=2, in_channels=4, audio_in_channels=6,
+)  # fmt: skip
 SMALL_BLOCKS = Contract(row_block=4, key_block=16)
 NAMED_LAYOUTS = ("tp2", "tp4", "tp8", "tp4-cp2", "tp4-cp2-sp", "tp8-local4")
 KEYFRAMES = Job.parse(

@@ -14,10 +14,11 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "notebook", "bench", "faults"},
+    {"canonical", "compare", "report", "simulate", "request", "folders", "notebook"}
+    | {"bench", "faults"},
     {"rank"},
     {"run"},
-    {"cli", "book", "readme"},
+    {"cli", "book", "readme", "ledger", "claims"},
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))

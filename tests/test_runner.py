@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from block_support import NAMED_LAYOUTS, TINY
 
+import h3lib
 from h3lib.contract import ReportError
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.checkpoint import write_checkpoint
@@ -20,6 +22,7 @@ from h3lib.parallel.launch import descendants
 from h3lib.report import read_report
 
 H3LIB = [sys.executable, "-m", "h3lib.cli"]
+_COMPILED = shutil.ignore_patterns("__pycache__")
 
 
 def _run(*arguments, out, layout="tp1", rows="65", **options):
@@ -58,6 +61,27 @@ def test_real_processes_give_the_bytes_of_one(layout, tmp_path):
     report = read_report(out)
     assert report["equal"] and report["layout"] == layout and report["rows"] == 264
     assert report["control"]["applicable"] and report["control"]["different"] > 0
+    assert done.stderr == "", "quiet when not a terminal"
+
+
+def test_the_model_in_stages_of_real_processes(tmp_path):
+    out = tmp_path / "report.json"
+    done = _run("--blocks", "all", "--recompute", out=out, layout="tp2-sp-pp2")
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["blocks"] == 2 and report["recompute"] and report["equal"]
+    assert {"video", "d.text", "proj_out.bias"} <= {tensor["name"] for tensor in report["tensors"]}
+
+
+def test_a_generation_of_real_processes(tmp_path):
+    out = tmp_path / "report.json"
+    asked = ("--layout", "tp2-cp2", "--rows", "132", "--points", "3", "--out", str(out))
+    command = [*H3LIB, "generate", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["points"] == 3 and report["first_different_step"] is None
+    assert len(report["tensors"]) == 16 and report["control"]["different"] > 0
     assert done.stderr == "", "quiet when not a terminal"
 
 
@@ -109,7 +133,9 @@ REFUSED = {
     "rows 0": (("--rows", "0"), "0"),
     "size": (("--size", "huge"), "received 'huge'; accepted: full, small, tiny"),
     "device": (("--device", "tpu"), "received 'tpu'; accepted: cpu, cuda"),
-    "blocks": (("--blocks", "2"), "received 2; accepted: 1"),
+    "blocks": (("--blocks", "3"), "received '3'; accepted: 1 to 2 of tiny, or all"),
+    "recompute": (("--recompute",), "with --blocks 2 or more"),
+    "stages of one block": (("--layout", "tp1-pp2"), "pp degree: received 2; accepted: 1"),
     "weights": (("--weights", "nowhere"), "received 'nowhere'"),
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
     "local": (("--local-size", "3"), "local size: received 3"),
@@ -245,3 +271,40 @@ def test_layouts_lists_what_this_machine_can_run():
     names = {line.split()[0] for line in done.stdout.splitlines()[1:]}
     assert set(NAMED_LAYOUTS) <= names
     assert "no: no CUDA device" in done.stdout or "share a GPU" in done.stdout
+
+
+def test_canonical_values_are_kept_for_runs_of_the_same_commit(tmp_path):
+    source, kept, out = tmp_path / "checkout", tmp_path / "kept", tmp_path / "report.json"
+    shutil.copytree(Path(h3lib.__file__).parent, source / "h3lib", ignore=_COMPILED)
+    kept.mkdir()
+
+    def run(layout):
+        return _run(
+            "--canonical", str(kept), out=out, layout=layout, cwd=source,
+            env={**os.environ, "PYTHONPATH": str(source)},
+        )  # fmt: skip
+
+    def git(*arguments):
+        who = ("-c", "user.name=h3lib", "-c", "user.email=h3lib@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=source, check=True, capture_output=True)
+
+    (source / ".gitignore").write_text("__pycache__/\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "what is measured")
+    digests = []
+    for layout, reused in (("tp1", False), ("tp2", True)):
+        assert run(layout).returncode == 0
+        report = read_report(out)
+        assert report["canonical_reused"] is reused
+        digests.append({(t["kind"], t["name"]): t["sha256"] for t in report["tensors"]})
+    assert digests[0] == digests[1]
+    (file,) = kept.iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert run("tp1").returncode == 1, "what is kept is what is compared with"
+    assert sum(tensor["different"] for tensor in read_report(out)["tensors"]) == 1
+    (source / "changed").touch()
+    done = run("tp1")
+    assert done.returncode == 2 and "one commit without changes" in done.stderr

@@ -81,7 +81,8 @@ class Attention:
 
 
 class _HeadNorm:
-    """rope(norm(q)) or rope(norm(k)), each head by one shared weight `[H]`."""
+    """rope(norm(q)) or rope(norm(k)), each head by one shared weight `[H]`; without positions the
+    norm alone."""
 
     def __init__(self, ctx: BlockContext, name: str):
         self.ctx, self.name, self.weight = ctx, name, f"attn.norm_{name}.weight"
@@ -92,6 +93,8 @@ class _HeadNorm:
         self.x = y_TA.unflatten(-1, (-1, ctx.size.attention_head_dim))
         h, self.r = ctx.call(rms_norm_forward, self.x, ctx.weights[self.weight], ctx.size.norm_eps)
         ctx.unit_node(f"attn.{self.name}_norm", h.flatten(1), width)
+        if rows.cos is None:
+            return h
         rotated = ctx.call(rope.rotary_forward, h, rows.cos, rows.sin)
         ctx.unit_node(f"attn.{self.name}_rope", rotated.flatten(1), width)
         return rotated
@@ -103,7 +106,9 @@ class _HeadNorm:
         """
         ctx, shard, width = self.ctx, self.ctx.shard, self.ctx.size.inner_dim
         ctx.unit_node(f"d.attn.{self.name}_rope", dy.flatten(1), width)
-        dh = ctx.call(rope.rotary_backward, dy, self.rows.cos, self.rows.sin)
+        dh = dy
+        if self.rows.cos is not None:
+            dh = ctx.call(rope.rotary_backward, dy, self.rows.cos, self.rows.sin)
         dx, terms = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
         leaves = ctx.call(
             head_norm_dw_leaves,

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import NUM_MODALITIES, NUM_MODULATIONS, ModelSize, OperandError
-from h3lib.layout import whole
 from h3lib.model.attention import Attention
 from h3lib.model.context import BlockContext, Rows
 from h3lib.model.feed_forward import FeedForward
+from h3lib.model.modulation import AdaLN, ModulatedNorm
 from h3lib.model.trace import (
     GRADIENT,
     NODE,
@@ -35,10 +35,9 @@ from h3lib.model.trace import (
     Key,
     Trace,
 )
-from h3lib.model.weights import parameters
-from h3lib.ops import adaln, norm
+from h3lib.model.weights import parameters, under
+from h3lib.ops import adaln
 from h3lib.ops.backend import accumulator, check_operands, check_shape
-from h3lib.ops.gemm import linear_forward
 from h3lib.parallel.shard import SeqShard
 
 BLOCK_PREFIX = "transformer_blocks.0."
@@ -46,11 +45,7 @@ BLOCK_PREFIX = "transformer_blocks.0."
 
 def block_parameters(size: ModelSize) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Global shape and dtype of each parameter of a main block, by its name inside the block."""
-    return {
-        name.removeprefix(BLOCK_PREFIX): value
-        for name, value in parameters(size).items()
-        if name.startswith(BLOCK_PREFIX)
-    }
+    return under(BLOCK_PREFIX, parameters(size))
 
 
 def block_values(size: ModelSize, num_rows: int, num_timesteps: int) -> dict[Key, tuple]:
@@ -100,6 +95,9 @@ class Block:
         self.ctx = BlockContext(size, shard, weights, block_parameters(size), backend, trace)
         self.attention = Attention(self.ctx)
         self.feed_forward = FeedForward(self.ctx)
+        self.norm1 = ModulatedNorm(self.ctx, "norm1", "attn.in")
+        self.norm2 = ModulatedNorm(self.ctx, "norm2", "ff.in")
+        self.adaln = AdaLN(self.ctx, "adaln_proj.linear", NUM_MODALITIES, NUM_MODULATIONS)
 
     def forward(self, x_SD: Tensor, temb_ME: Tensor, rows: Rows) -> Tensor:
         """The block's output `[S, D]`; keeps what the backward needs."""
@@ -109,10 +107,7 @@ class Block:
         check_shape("temb", temb_ME, None, ctx.size.time_embed_dim)
         if temb_ME.dtype != accumulator(x_SD):
             raise OperandError("dtype of temb", temb_ME.dtype, accumulator(x_SD))
-        table = self._adaln_forward(temb_ME)
-        modulation = table[rows.table_rows]  # [S, 6, D]
-        self.norm1 = _ModulatedNorm(ctx, "norm1", "attn.in")
-        self.norm2 = _ModulatedNorm(ctx, "norm2", "ff.in")
+        modulation = self.adaln.forward(temb_ME)[rows.table_rows]  # [S, 6, D]
         self.saved_rows, self.modulation = rows, modulation
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
 
@@ -144,65 +139,5 @@ class Block:
         dx = ctx.slice_node("dx", dx1 + dx_norm, GRADIENT)
 
         terms = torch.cat((terms1, dgate1[:, None], terms2, dgate2[:, None]), dim=1)
-        dtemb = self._adaln_backward(terms)
+        dtemb = self.adaln.backward(terms, self.saved_rows.table_rows)
         return Gradients(dx, dtemb, ctx.gradients)
-
-    def _adaln_forward(self, temb_ME: Tensor) -> Tensor:
-        """The table `[3M, 6, D]`: columns of this rank's column units, gathered in order."""
-        ctx = self.ctx
-        self.temb = temb_ME
-        self.s_ME = ctx.node("adaln.s", ctx.call(adaln.adaln_input_forward, temb_ME, ctx.dtype))
-        w, bias = ctx.weights["adaln_proj.linear.weight"], ctx.weights["adaln_proj.linear.bias"]
-        local = ctx.call(linear_forward, self.s_ME, w, bias)
-        units = ctx.shard.contract.num_units
-        cuts = [ctx.size.adaln_dim * unit // units for unit in ctx.shard.owner.feature_cuts()]
-        m = ctx.node("adaln.m", ctx.shard.mesh.tp.all_gather_columns(local, cuts))
-        return m.view(NUM_MODALITIES * len(m), NUM_MODULATIONS, ctx.size.hidden_size)
-
-    def _adaln_backward(self, terms_S6D: Tensor) -> Tensor:
-        """dtemb from the rows' terms of the table's gradient; also dw and dbias of the linear."""
-        ctx, shard = self.ctx, self.ctx.shard
-        num_timesteps = len(self.s_ME)
-        table = (NUM_MODALITIES * num_timesteps, NUM_MODULATIONS, ctx.size.hidden_size)
-        roots = ctx.row_units(terms_S6D, self.saved_rows.table_rows, table[0])
-        observe = ctx.observe("d.adaln.m", whole(table))
-        dm = shard.sum_row_units(roots, ctx.dtype, observe).view(num_timesteps, -1)
-        ctx.node("d.adaln.m", dm.view(table))
-
-        part = shard.feature_range(ctx.size.adaln_dim)
-        dm_local = dm[:, part.start : part.stop].contiguous()
-        dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
-        ctx.gradient("adaln_proj.linear.weight", dw)
-        ctx.gradient("adaln_proj.linear.bias", dbias)
-        w = ctx.weights["adaln_proj.linear.weight"]
-        roots = ctx.unit_tree((dm_local, w))
-        observe = ctx.observe("d.adaln.s", whole(tuple(self.s_ME.shape)))
-        ds = ctx.node("d.adaln.s", shard.sum_feature_units(roots, ctx.dtype, observe))
-        dtemb = ctx.call(adaln.adaln_input_backward, ds, self.temb)
-        return ctx.node("dtemb", dtemb, GRADIENT)
-
-
-class _ModulatedNorm:
-    """a = norm(x) * (1 + scale) + shift on the rows of the slice."""
-
-    def __init__(self, ctx: BlockContext, name: str, output: str):
-        self.ctx, self.name, self.output = ctx, name, output
-
-    def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        ctx, w = self.ctx, self.ctx.weights[f"{self.name}.weight"]
-        self.x = x_SD
-        self.h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, ctx.size.norm_eps)
-        ctx.slice_node(f"{self.name}.out", self.h)
-        return ctx.slice_node(self.output, ctx.call(adaln.modulate_forward, self.h, shift, scale))
-
-    def backward(self, da: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """dx `[S, D]`, and the terms of (dshift, dscale) `[S, 2, D]`; dw goes to the context."""
-        ctx, name = self.ctx, f"{self.name}.weight"
-        ctx.slice_node(f"d.{self.output}", da)
-        dh, terms = ctx.call(adaln.modulate_backward, da, self.h, scale)
-        ctx.slice_node(f"d.{self.name}.out", dh)
-        dx, dw_terms = ctx.call(norm.rms_norm_backward, dh, self.x, ctx.weights[name], self.r)
-        roots = ctx.row_units(dw_terms)[:, 0]
-        root = ctx.shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
-        ctx.gradient(name, root)
-        return dx, terms

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from h3lib.contract import CheckpointError, ModelSize
 from h3lib.layout import Region, region_shape
@@ -69,7 +70,8 @@ def write_checkpoint(
 
     shards = _plan(stored, max_shard_bytes)
     weight_map = {}
-    for number, keys in enumerate(shards, 1):
+    bar = tqdm(shards, desc=f"write {folder.name}", unit="shard", disable=None, delay=2)
+    for number, keys in enumerate(bar, 1):
         file = f"{FILE_STEM[layout]}-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {key: _assemble(source, key, stored[key], layout) for key in keys}
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What the parts of a block share: size, place, weights, back end, gradients and trace."""
+"""What the parts of a model share: size, place, weights, back end, gradients and trace."""
 
 from __future__ import annotations
 
@@ -25,16 +25,23 @@ from h3lib.parallel.shard import SeqShard, parameter_region
 @dataclass(frozen=True)
 class Rows:
     """Metadata of this rank's rows: the AdaLN table row of each row of the slice `[S]`, and the
-    rotary cos, sin of each row of the shard `[T, h]`."""
+    rotary cos, sin of each row of the shard `[T, h]`; None where a block has neither."""
 
-    table_rows: Tensor
-    cos: Tensor
-    sin: Tensor
+    table_rows: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+UNMODULATED = Rows(None, None, None)
+"""Rows of the text refiner: no AdaLN, no rotary embedding."""
 
 
 @dataclass
 class BlockContext:
-    """One block on one rank."""
+    """One block on one rank, or another part of the model; `shapes` names its parameters, global.
+
+    `dtype` is that of the residual stream: the first weight's unless it is given.
+    """
 
     size: ModelSize
     shard: SeqShard
@@ -42,10 +49,11 @@ class BlockContext:
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     backend: str
     trace: Trace | None
+    dtype: torch.dtype | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.dtype = next(iter(self.weights.values())).dtype
+        self.dtype = self.dtype or next(iter(self.weights.values())).dtype
         device = next(iter(self.weights.values())).device.type
         load_backend(self.backend, device)
         self.size.check(self.shard.contract, device)
@@ -55,7 +63,7 @@ class BlockContext:
             )
             if name not in self.weights:
                 raise OperandError(
-                    "weights of the block", sorted(self.weights), f"{name} of {local}"
+                    "weights", sorted(self.weights), f"{name} of {local}"
                 )
             if tuple(self.weights[name].shape) != local:
                 raise OperandError(f"shape of {name}", tuple(self.weights[name].shape), local)

@@ -1,4 +1,4 @@
-"""What one rank feeds its block: weights, rows of a packed job with their metadata, gradients.
+"""What one rank feeds its block or its model: weights, rows of a packed job, gradients.
 
 Values are keyed by (name, row, column), so every rank makes exactly its part and no rank ever
 needs the whole. The gradient of the output is random: a sum's gradient (all ones) hides orders.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from h3lib.contract import ModelSize
 from h3lib.layout import Region
@@ -18,6 +19,7 @@ from h3lib.model.block import BLOCK_PREFIX, Block, block_parameters
 from h3lib.model.context import Rows
 from h3lib.model.packing import Packed
 from h3lib.model.trace import Record, Trace
+from h3lib.model.transformer import Inputs, stage_parameters
 from h3lib.model.weights import WeightSource, synthetic_rows
 from h3lib.ops.adaln import table_rows
 from h3lib.ops.rope import rope_table
@@ -50,6 +52,44 @@ def block_weights(size: ModelSize, source: WeightSource, shard: SeqShard) -> dic
         name: source.read(BLOCK_PREFIX + name, part(name, shape))
         for name, (shape, _) in block_parameters(size).items()
     }
+
+
+def rank_weights(size: ModelSize, source: WeightSource, shard: SeqShard) -> dict[str, Tensor]:
+    """This rank's part of every parameter of its pipeline stage, read slice by slice.
+
+    At no time is there more than the rank's share and one slice that is being read.
+    """
+    owner, layout = shard.owner, shard.owner.layout
+    held = stage_parameters(size, layout, shard.stage)
+    name_of_rank = f"weights of rank {shard.rank}"
+    bar = tqdm(held.items(), desc=name_of_rank, unit="tensor", disable=None, delay=2, leave=False)
+    return {
+        name: source.read(name, parameter_region(name, shape, owner, shard.tp_rank))
+        for name, (shape, _) in bar
+    }
+
+
+def model_inputs(size: ModelSize, packed: Packed, seed: int) -> Inputs:
+    """Random rows of every index set, keyed by their place in the set."""
+
+    def rows(label: str, width: int, dtype: torch.dtype) -> Tensor:
+        indices = getattr(packed, f"{label}_indices")
+        numbers = torch.arange(len(indices), device=indices.device)
+        return synthetic_rows(label, seed, numbers, width, dtype)
+
+    video = rows("video", size.video_dim, torch.float32)
+    audio = rows("audio", size.audio_in_channels, torch.float32)
+    return Inputs(video, audio, rows("text", size.text_dim, torch.bfloat16), packed)
+
+
+def output_gradients(inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+    """Random gradients of the velocities of video and audio."""
+
+    def like(label: str, x: Tensor) -> Tensor:
+        numbers = torch.arange(len(x), device=x.device)
+        return synthetic_rows(label, seed, numbers, x.shape[1], torch.float32)
+
+    return like("dvideo", inputs.video), like("daudio", inputs.audio)
 
 
 def time_embedding(size: ModelSize, source: WeightSource, timestep: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ kept and the arithmetic is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -81,3 +82,31 @@ class Trace:
             self.records.append(Record(name, ROOT, root.detach(), region, start))
 
         return observe
+
+
+class ModelTrace(Trace):
+    """Collects what a whole model shows: outputs, boundaries of its parts, and of its parameters
+    gradients and FP32 roots. The nodes inside a block are left to the trace of one block."""
+
+    def add(self, name: str, kind: str, tensor: Tensor, region: Region) -> None:
+        self.records.append(Record(name, kind, tensor.detach(), region))
+
+
+@dataclass
+class PartTrace(Trace):
+    """What one part of a model shows in a `ModelTrace`: its parameters `names`, under `prefix`."""
+
+    prefix: str = ""
+    names: frozenset[str] = frozenset()
+
+    def add(self, name: str, kind: str, tensor: Tensor, region: Region) -> None:
+        if name in self.names:
+            self.records.append(Record(self.prefix + name, kind, tensor.detach(), region))
+
+    def root(self, name: str, region: Region):
+        return super().root(self.prefix + name, region) if name in self.names else None
+
+
+def part_trace(trace: Trace | None, prefix: str, names: Iterable[str]) -> PartTrace | None:
+    """The trace of a part whose records go to `trace`; None without one."""
+    return None if trace is None else PartTrace(trace.records, prefix, frozenset(names))

@@ -17,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from h3lib.contract import CheckpointError, ModelSize, OperandError
 from h3lib.layout import Region, region_shape, whole
 
+Value = TypeVar("Value")
 _MASK = 0xFFFFFFFF
 # The factors above minus 2^32: equal modulo 2^32, and int64 products cannot overflow.
 _STEP, _MIX_1, _MIX_2 = (factor - 2**32 for factor in (2654435761, 2246822519, 3266489917))
@@ -89,6 +90,15 @@ def _block(size: ModelSize, prefix: str) -> dict[str, Parameter]:
     return {
         f"{prefix}.{name}.weight": Parameter(shape, torch.bfloat16)
         for name, shape in shapes.items()
+    }
+
+
+def under(prefix: str, named: Mapping[str, Value]) -> dict[str, Value]:
+    """The entries whose names start with `prefix`, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in named.items()
+        if name.startswith(prefix)
     }
 
 

@@ -34,8 +34,15 @@ def timestep_embedding_forward(
 
     w1 `[E1, f]`, w2 `[E, E1]`. **Order:** chains. **Rounds:** nothing below FP32.
     """
-    inner = linear_forward(features, w1, b1)
-    return linear_forward(silu(inner), w2, b2), inner
+    return embed(features, w1, b1, w2, b2, "eager")
+
+
+def embed(
+    features: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The forward with the linears of a back end."""
+    inner = linear_forward(features, w1, b1, backend=backend)
+    return linear_forward(silu(inner), w2, b2, backend=backend), inner
 
 
 @op
@@ -46,9 +53,16 @@ def timestep_embedding_backward(
 
     **Order:** dw, dbias: chains over timesteps, ascending; dx: chain over outputs.
     """
-    dw2, db2 = timestep_chain_dw(dtemb, silu(inner))
-    dinner = linear_dx(dtemb, w2) * silu_derivative(inner)
-    dw1, db1 = timestep_chain_dw(dinner, features)
+    return embed_backward(dtemb, features, inner, w2, "eager")
+
+
+def embed_backward(
+    dtemb: Tensor, features: Tensor, inner: Tensor, w2: Tensor, backend: str
+) -> dict[str, Tensor]:
+    """The backward with the linears of a back end."""
+    dw2, db2 = timestep_chain_dw(dtemb, silu(inner), backend=backend)
+    dinner = linear_dx(dtemb, w2, backend=backend) * silu_derivative(inner)
+    dw1, db1 = timestep_chain_dw(dinner, features, backend=backend)
     return {
         "linear_1.weight": dw1,
         "linear_1.bias": db1,

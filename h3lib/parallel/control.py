@@ -6,6 +6,8 @@ the rank that finishes the slice: what a bandwidth-optimal ring does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,21 @@ from h3lib.layout import Ownership
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.transport import Call, Cuts, Slice, num_roots
 
+Key = tuple[str, str]
 CONTROL_KIND = "bf16 all-reduce in ring order from the own rank"
 
 
-def control_axes(owner: Ownership) -> dict[str, tuple[str, str]]:
+def control_axes(owner: Ownership, keys: Mapping[str, Key]) -> dict[str, Key]:
     """Axes on which the control applies, and the (kind, name) of the value looked at there.
 
-    to_out under TP; dw of ff-down under CP, unless one rank owns all rows.
+    `keys` are those of the program, by axis: under TP; under CP, unless one rank owns all rows.
     """
     cuts = owner.shard_row_cuts()
-    axes = {}
-    if owner.layout.tp > 1:
-        axes["tp"] = ("node", "attn.out")
-    if sum(a < b for a, b in zip(cuts, cuts[1:], strict=False)) > 1:
-        axes["cp"] = ("gradient", "ff.net.2.weight")
-    return axes
+    applies = {
+        "tp": owner.layout.tp > 1,
+        "cp": sum(a < b for a, b in zip(cuts, cuts[1:], strict=False)) > 1,
+    }
+    return {axis: key for axis, key in keys.items() if applies[axis]}
 
 
 class RingControl(TreeCollective):

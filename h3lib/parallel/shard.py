@@ -28,8 +28,10 @@ PLACEMENT = (
     (r"ff\.net\.0\.proj\.weight", GATED_COLUMN),  # rows are [value; gate]: each half by units
     (r"ff\.net\.2\.weight", ROW),
     (r"adaln_proj\.linear\.(weight|bias)", COLUMN),
-    (r"(norm1|norm2|attn\.norm_q|attn\.norm_k)\.weight", REPLICATED),
-    (r"time_embedder\.linear_[12]\.(weight|bias)", REPLICATED),
+    (r"(norm1|norm2|final_norm|attn\.norm_q|attn\.norm_k)\.weight", REPLICATED),
+    (r"norm_out\.linear\.(weight|bias)", COLUMN),
+    (r"(time_embedder|token_refiner|norm_out\.norm)\..*", REPLICATED),
+    (r"(audio_)?proj_(in|out)\.(weight|bias)|context_embedder\.(weight|bias)", REPLICATED),
 )
 _BLOCK = re.compile(r"transformer_blocks\.\d+\.")
 
@@ -40,7 +42,7 @@ def placement(name: str) -> str:
     for pattern, kind in PLACEMENT:
         if re.fullmatch(pattern, local):
             return kind
-    raise LayoutError("parameter name", name, "a parameter of a main block or of the time embedder")
+    raise LayoutError("parameter name", name, "a parameter of the model")
 
 
 def parameter_region(name: str, shape: tuple[int, ...], owner: Ownership, tp_rank: int) -> Region:
@@ -90,6 +92,11 @@ class SeqShard:
         return self.owner.layout.place(self.rank)[1]
 
     @property
+    def stage(self) -> int:
+        """The pipeline stage."""
+        return self.owner.layout.stage(self.rank)
+
+    @property
     def feature_units(self) -> range:
         return _part(self.owner.feature_cuts(), self.tp_rank)
 
@@ -99,9 +106,9 @@ class SeqShard:
 
     @property
     def row_units(self) -> range:
-        return _part(
-            self.owner.row_unit_cuts(), self.rank if self.owner.layout.sp else self.cp_rank
-        )
+        layout = self.owner.layout
+        member = self.rank % layout.stage_size if layout.sp else self.cp_rank
+        return _part(self.owner.row_unit_cuts(), member)
 
     @property
     def shard_rows(self) -> range:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from block_support import KEYFRAMES, TINY, packed_rows
+from block_support import GOLDEN, KEYFRAMES, TINY, packed_rows
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
 
-from h3lib.contract import Contract, ModelSize
+from h3lib.contract import Contract
 from h3lib.model.block import BLOCK_PREFIX, Block, block_parameters
 from h3lib.model.context import Rows
 from h3lib.model.inputs import block_inputs
@@ -14,12 +14,6 @@ from h3lib.model.weights import SyntheticWeights, parameter_values, parameters, 
 from h3lib.ops.adaln import table_rows
 from h3lib.ops.rope import rope_table
 from h3lib.parallel.shard import SeqShard
-
-GOLDEN = ModelSize(
-    "golden", hidden_size=24, num_attention_heads=2, attention_head_dim=16, ffn_dim=32,
-    time_embed_dim=16, time_embed_hidden_dim=24, freq_dim=8, rope_freq_dim=2, text_dim=8,
-    num_layers=2, in_channels=4, audio_in_channels=6,
-)  # fmt: skip
 
 
 def _weights(dtype, size=TINY, seed=3):

@@ -1,22 +1,16 @@
 """Packed rows: the golden layout, and bit equality with the released pipeline's own packing."""
 
 import dataclasses
-import importlib
 
-import diffusers.loaders
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from released_support import released_steps
 
 from h3lib.contract import RowsError
 from h3lib.model.packing import GEOMETRIES, Job, Packed, job_for_rows, pack
 
-# diffusers has this mixin only beside transformers; packing does not need either.
-if not hasattr(diffusers.loaders, "MiniMaxH3LoraLoaderMixin"):
-    diffusers.loaders.MiniMaxH3LoraLoaderMixin = type("MiniMaxH3LoraLoaderMixin", (), {})
-
-released_steps = importlib.import_module("diffusers.modular_pipelines.minimax_h3.before_denoise")
 LAYOUT = released_steps.MiniMaxH3PrepareLayoutStep
 TIMESTEPS = released_steps.MiniMaxH3SetTimestepsStep
 

@@ -13,6 +13,7 @@ from h3lib.ops.hopper import (  # noqa: F401
     gemm_chain,
     gemm_fold,
     gemm_tree,
+    row_product,
     rowwise,
     rowwise_norm,
 )

@@ -1,0 +1,108 @@
+"""Norms and AdaLN tables: what the blocks, the refiner and the output stage share.
+
+    Norm            h = norm(x)
+    ModulatedNorm   a = norm(x) * (1 + scale) + shift
+    AdaLN           m = bf16(bf16(SiLU(temb)) W^T + b), viewed as a table of vectors of width D
+
+Letters as in `block.py`; R rows of the table a timestep, C vectors a row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h3lib.layout import whole
+from h3lib.model.context import BlockContext
+from h3lib.model.trace import GRADIENT
+from h3lib.ops import adaln, norm
+from h3lib.ops.gemm import linear_forward
+
+
+class Norm:
+    """h = norm(x) on the rows of the slice, by the parameter `<name>.weight`."""
+
+    def __init__(self, ctx: BlockContext, name: str):
+        self.ctx, self.name, self.weight = ctx, name, f"{name}.weight"
+
+    def forward(self, x_SD: Tensor) -> Tensor:
+        ctx = self.ctx
+        self.x = x_SD
+        w, eps = ctx.weights[self.weight], ctx.size.norm_eps
+        self.h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, eps)
+        return ctx.slice_node(f"{self.name}.out", self.h)
+
+    def backward(self, dh: Tensor) -> Tensor:
+        """dx `[S, D]`; dw goes to the context. **Order** of dw: row fold over row units."""
+        ctx, name = self.ctx, self.weight
+        ctx.slice_node(f"d.{self.name}.out", dh)
+        dx, dw_terms = ctx.call(norm.rms_norm_backward, dh, self.x, ctx.weights[name], self.r)
+        roots = ctx.row_units(dw_terms)[:, 0]
+        root = ctx.shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
+        ctx.gradient(name, root)
+        return dx
+
+
+class ModulatedNorm:
+    """a = norm(x) * (1 + scale) + shift on the rows of the slice; the result is named `output`."""
+
+    def __init__(self, ctx: BlockContext, name: str, output: str):
+        self.ctx, self.norm, self.output = ctx, Norm(ctx, name), output
+
+    def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        ctx, h = self.ctx, self.norm.forward(x_SD)
+        return ctx.slice_node(self.output, ctx.call(adaln.modulate_forward, h, shift, scale))
+
+    def backward(self, da: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """dx `[S, D]`, and the terms of (dshift, dscale) `[S, 2, D]`; dw goes to the context."""
+        ctx = self.ctx
+        ctx.slice_node(f"d.{self.output}", da)
+        dh, terms = ctx.call(adaln.modulate_backward, da, self.norm.h, scale)
+        return self.norm.backward(dh), terms
+
+
+class AdaLN:
+    """The table `[R M, C, D]` of a linear whose columns are split over tp by column units."""
+
+    def __init__(self, ctx: BlockContext, linear: str, rows_a_timestep: int, num_vectors: int):
+        self.ctx, self.weight, self.bias = ctx, f"{linear}.weight", f"{linear}.bias"
+        self.rows_a_timestep, self.num_vectors = rows_a_timestep, num_vectors
+        self.width = rows_a_timestep * num_vectors * ctx.size.hidden_size
+
+    def forward(self, temb_ME: Tensor) -> Tensor:
+        """Columns of this rank's column units, gathered in order. SiLU in FP32, then rounded."""
+        ctx = self.ctx
+        self.temb = temb_ME
+        self.s_ME = ctx.node("adaln.s", ctx.call(adaln.adaln_input_forward, temb_ME, ctx.dtype))
+        w, bias = ctx.weights[self.weight], ctx.weights[self.bias]
+        local = ctx.call(linear_forward, self.s_ME, w, bias)
+        units = ctx.shard.contract.num_units
+        cuts = [self.width * unit // units for unit in ctx.shard.owner.feature_cuts()]
+        m = ctx.node("adaln.m", ctx.shard.mesh.tp.all_gather_columns(local, cuts))
+        return m.view(self._table_shape())
+
+    def backward(self, terms_SCD: Tensor, table_rows: Tensor) -> Tensor:
+        """dtemb from the rows' terms of the table's gradient; also dw and dbias of the linear.
+
+        **Order:** rows of a table row: row fold over row units; columns: unit tree over column
+        units; timesteps: a chain, ascending.
+        """
+        ctx, shard, table = self.ctx, self.ctx.shard, self._table_shape()
+        roots = ctx.row_units(terms_SCD, table_rows, table[0])
+        observe = ctx.observe("d.adaln.m", whole(table))
+        dm = shard.sum_row_units(roots, ctx.dtype, observe).view(len(self.s_ME), -1)
+        ctx.node("d.adaln.m", dm.view(table))
+
+        part = shard.feature_range(self.width)
+        dm_local = dm[:, part.start : part.stop].contiguous()
+        dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
+        ctx.gradient(self.weight, dw)
+        ctx.gradient(self.bias, dbias)
+        roots = ctx.unit_tree((dm_local, ctx.weights[self.weight]))
+        observe = ctx.observe("d.adaln.s", whole(tuple(self.s_ME.shape)))
+        ds = ctx.node("d.adaln.s", shard.sum_feature_units(roots, ctx.dtype, observe))
+        dtemb = ctx.call(adaln.adaln_input_backward, ds, self.temb)
+        return ctx.node("dtemb", dtemb, GRADIENT)
+
+    def _table_shape(self) -> tuple[int, int, int]:
+        rows = self.rows_a_timestep * len(self.s_ME)
+        return rows, self.num_vectors, self.ctx.size.hidden_size
