@@ -1,7 +1,7 @@
 """What is checked of the peer tree on GPUs, by the ranks of `bench/collectives_bits.py`.
 
-A check is a generator of (case, value, expected, must they be equal). Expected is a plain evaluation
-of the tree: leaves made from a seed, added two by two by torch, rounded once.
+A check is a generator of (case, value, expected, must they be equal). Expected is a plain
+evaluation of the tree: leaves made from a seed, added two by two by torch, rounded once.
 """
 
 from __future__ import annotations
