@@ -15,6 +15,7 @@ from h3lib.ops.hopper.compiled import Code, compile_offline  # noqa: E402
 from h3lib.parallel.peer_kernels import (  # noqa: E402
     ADD,
     BLOCK,
+    COPY_BLOCK,
     OPTIONS,
     UNIT,
     barrier_kernel,
@@ -91,10 +92,10 @@ def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
     for width in (1, wide):
         code = compile_offline(
             kernel, meta(100, dtype=dtype), meta(512), meta(8), meta(24), 1 << 20,
-            WIDTH=width, BLOCK=BLOCK, **OPTIONS,
+            WIDTH=width, BLOCK=COPY_BLOCK, **OPTIONS,
         )  # fmt: skip
         code.check(tensor_cores=False)
-        if width == wide and dtype != torch.uint8:  # a thread has 8 elements
+        if width == wide:
             vector = "v2.b64" if dtype == torch.int64 else "v4.b32"
             assert accesses(code, "ld") == accesses(code, "st") == {vector}
 
