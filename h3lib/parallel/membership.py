@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from h3lib.contract import PeerError
 
-GRACE_S = 3.0
+GRACE_S = 2.0
 _SPREAD_S = 0.5  # ranks that enter a collective within this time are not late
 _POLL_S = 0.05
 
