@@ -87,7 +87,7 @@ def test_what_cannot_be_run_is_refused(count, ranks, words, tmp_path):
 
 
 def test_open_close_rounds_leave_nothing():
-    assert leaks(run_rounds(16, "cpu")) == []
+    assert leaks(run_rounds(12, "cpu")) == []
 
 
 @pytest.mark.slow

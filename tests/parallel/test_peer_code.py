@@ -85,8 +85,9 @@ def accesses(code: Code, kind: str) -> set[str]:
     return found - {"b64"}
 
 
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.int16, torch.int32, torch.int64), ids=str)
-@pytest.mark.parametrize("kernel", (stage_kernel, pull_kernel), ids=("stage", "pull"))
+@pytest.mark.parametrize(
+    "kernel,dtype", [(stage_kernel, torch.int32), (pull_kernel, torch.int16), (pull_kernel, torch.int64)]
+)
 def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
     wide = 16 // dtype.itemsize
     for width in (1, wide):
@@ -101,7 +102,7 @@ def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("cuts", CUTS[:4], ids=str)
+@pytest.mark.parametrize("cuts", CUTS[1:3], ids=str)
 def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, dtype):
     (program,) = tree_programs(cuts, 0, len(cuts) - 1)
     code = compile_offline(

@@ -31,7 +31,7 @@ CUTS = {  # several roots a rank, a rank without leaves, one root each
     "units": [0, 2, 4, 6, 8],
     "row units": [0, 24, 48, 56, 64],
 }
-TIMEOUT_S = 4.0
+TIMEOUT_S, PATIENT_S = 6.0, 90.0  # a busy machine must not look like a late rank
 CAPACITIES = (1 << 20, 2048)
 
 
@@ -58,7 +58,7 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
     found = {}
     for name, collective in collectives.items():
         for label, cuts in CUTS.items():
-            if name == "2x2" and label in ("empty", "units"):
+            if name == "2x2" and label != "uneven":
                 continue
             for shape in ((0,), (1,), (61, 5)):
                 roots = roots_of(leaves_of(len(shape), cuts[-1], *shape), cuts, rank)
@@ -95,18 +95,23 @@ def error_of(function, *args) -> str:
 class Peers:
     """A Gloo world and the peer trees opened in it."""
 
-    def __init__(self, folder: Path, fail: str = "", capacity_bytes: int = 1 << 20, **options):
+    def __init__(
+        self,
+        folder: Path,
+        fail: str = "",
+        capacity_bytes: int = 1 << 20,
+        timeout_s: float = PATIENT_S,
+    ):
         from peer_support import FileDriver
 
-        self.world, self.trees = GlooWorld(GROUPS, TIMEOUT_S), []
-        self.folder, self.fail, self.options = folder, fail, options
+        self.world, self.trees = GlooWorld(GROUPS, timeout_s, start_timeout_s=PATIENT_S), []
         self.capacity_bytes, self.driver = capacity_bytes, FileDriver(folder, fail)
 
     def open(self, ranks=WHOLE):
         from h3lib.parallel.peer import PeerTree
 
         control = self.world.connect(ranks, self.world.rank)
-        tree = PeerTree(control, self.capacity_bytes, driver=self.driver, **self.options)
+        tree = PeerTree(control, self.capacity_bytes, driver=self.driver)
         self.trees.append(tree)
         return tree
 
@@ -149,7 +154,7 @@ def differs(folder: Path, rank: int, **options) -> tuple:
 
 def after(folder: Path, rank: int, function) -> tuple:
     """The error of a faulty call, of the call after it, and what is left mapped."""
-    peers = Peers(folder)
+    peers = Peers(folder, timeout_s=TIMEOUT_S)
     collective = TreeCollective(peers.open())
     part = torch.arange(3.0) + rank
     collective.all_gather_rows(part, [0, 3, 6, 9, 12])
@@ -224,7 +229,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("peer")
     started = Ranks(__file__, "world", SIZE, SIZE, folder, TRITON_INTERPRET="1")
     try:
-        statuses, found = started.wait(time.monotonic() + 150)
+        statuses, found = started.wait(time.monotonic() + 280)
     finally:
         started.close()
     assert statuses == [0, 0, -signal.SIGKILL, 0]
@@ -283,7 +288,7 @@ CALLS = {
     "other_call": "PeerError: collective on rank 2: received 'all_gather_columns'; "
     "accepted: 'all_gather_rows' as on rank 0",
     "late": "PeerError: rank 2 in all_gather_rows: received 'late: it did not come'; "
-    "accepted: an answer in 4 s",
+    "accepted: an answer in 6 s",
 }
 
 
@@ -318,7 +323,7 @@ def test_a_killed_rank_is_named(ranks):
     for first, second, waited, _ in found:
         assert first == (
             "PeerError: rank 2 in all_gather_rows: received 'its process ended'; "
-            "accepted: an answer in 4 s"
+            "accepted: an answer in 6 s"
         )
         assert second.startswith("PeerError: process group: received")
         assert waited < TIMEOUT_S + 5
