@@ -86,7 +86,8 @@ def accesses(code: Code, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "kernel,dtype", [(stage_kernel, torch.int32), (pull_kernel, torch.int16), (pull_kernel, torch.int64)]
+    "kernel,dtype",
+    [(stage_kernel, torch.int32), (pull_kernel, torch.int16), (pull_kernel, torch.int64)],
 )
 def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
     wide = 16 // dtype.itemsize
