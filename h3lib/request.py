@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from dataclasses import dataclass, replace
@@ -77,6 +78,8 @@ class Request:
             raise RequestError("transport", self.transport, ", ".join(TRANSPORTS))
         if self.chosen_transport == "peer" and self.device != "cuda":
             raise RequestError("transport", "peer", f"gloo on device {self.device}")
+        if self.chosen_transport == "peer" and importlib.util.find_spec("triton") is None:
+            raise RequestError("transport", "peer", "gloo: Triton is not installed")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             raise RequestError("timeout in seconds", self.timeout_s, accepted)

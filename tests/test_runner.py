@@ -143,6 +143,8 @@ REFUSED = {
     "endless": (("--timeout", "inf"), "received inf"),
     "backend": (("--backend", "cublas"), "received 'cublas'; accepted: eager, triton"),
     "backend device": (("--backend", "triton"), "received 'cpu'; accepted: cuda"),
+    "transport": (("--transport", "ring"), "received 'ring'; accepted: gloo, peer"),
+    "peer transport": (("--transport", "peer"), "received 'peer'; accepted: gloo on device cpu"),
     "folder": (("--out", "/nonexistent/x.json"), "/nonexistent/x.json"),
 }
 

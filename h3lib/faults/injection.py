@@ -206,7 +206,7 @@ def run_faults(count: int, seed: int, out: Path, device: str = "cpu", num_ranks:
     if not 2 <= num_ranks <= 8:
         raise FaultsError("ranks", num_ranks, "2 to 8")
     context, rng = multiprocessing.get_context("forkserver"), random.Random(seed)
-    context.set_forkserver_preload(["h3lib.faults.rank"])
+    context.set_forkserver_preload(["h3lib.faults.rank", "h3lib.faults.server"])
     outcomes: list[Outcome] = []
     for number in tqdm(range(count), desc="faults", unit="injection", disable=None, delay=2):
         outcomes.append(run_injection(context, draw(rng, number, device, num_ranks)))

@@ -53,7 +53,8 @@ class Injection:
 class Group:
     """A world, its collective, and operands whose results are known beforehand."""
 
-    def __init__(self, injection: Injection, name: str, faulty: bool):
+    def __init__(self, injection: Injection, name: str, strike: Callable[[], None] | None = None):
+        """`strike` is given on the victim alone, and called when the peers have met."""
         self.injection, self.trees = injection, []
         size = injection.num_ranks
         half = size // 2
@@ -64,7 +65,9 @@ class Group:
         self.world = GlooWorld(groups, injection.timeout_s, name, start_timeout_s=_START_S)
         self.rank = self.world.rank
         try:
-            require_same(self.world, self._fingerprint(faulty))
+            if strike is not None:
+                strike()
+            require_same(self.world, self._fingerprint(strike is not None))
             self.collective = self._connect(whole)
         except H3Error:
             self.close()
@@ -161,12 +164,10 @@ class Rank:
         self.wrong_bytes = 0
 
     def first(self) -> dict:
-        """The group that fails; `waited_s` counts from the moment of the fault."""
+        """The group that fails; `waited_s` counts from the last moment of the fault."""
         group, error, typed = None, "", True
-        if self.is_victim and self.injection.when == "before":
-            self._mark()  # those that are marked later are marked again
         try:
-            group = Group(self.injection, "first", self.is_victim)
+            group = Group(self.injection, "first", self._mark if self.is_victim else None)
             self._work(group)
         except H3Error as caught:
             error = str(caught)
@@ -190,6 +191,8 @@ class Rank:
             self._fault(group)
         wrong = injection.fault if self.is_victim and injection.when != "graph" else ""
         if injection.fault not in ("killed", "stopped"):
+            if self.is_victim and not injection.fault.startswith("late"):
+                self._mark()
             self._compare(group.call(wrong), expected)
             return
         for _ in range(_MANY):  # until the fault is noticed
@@ -252,7 +255,7 @@ class Rank:
 
     def second(self) -> dict:
         """A new group of as many ranks, and the bytes it gives."""
-        group = Group(self.injection, "second", False)
+        group = Group(self.injection, "second")
         equal = digest(group.call()) == digest(group.expected())
         group.close()
         return {"equal": equal}

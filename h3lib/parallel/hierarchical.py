@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h3lib.parallel.collective import Collective, gather_slices
-from h3lib.parallel.transport import Call, Cuts, Level, Slice, num_roots
+from h3lib.parallel.transport import Call, Cuts, Level, Slice, even_slices
 
 
 class HierarchicalCollective(Collective):
@@ -27,9 +27,11 @@ class HierarchicalCollective(Collective):
         self.rank = nodes.rank * local.size + local.rank
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
-        """One slice a local rank, the same on every node: the last gather stays inside the node."""
-        most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
-        return self.local.slices(num_elements, most) * self.nodes.size
+        """One slice a local rank, the same on every node: the last gather stays inside the node.
+
+        Never one-shot inside a node: that would send every slice `local.size` times between nodes.
+        """
+        return even_slices(num_elements, self.local.size, self.local.unit) * self.nodes.size
 
     def _root(
         self,

@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from h3lib.contract import PeerError
 
-GRACE_S = 3.0
+GRACE_S = 2.0
 _SPREAD_S = 0.5  # ranks that enter a collective within this time are not late
 _POLL_S = 0.05
 
@@ -92,7 +91,6 @@ class Verdicts:
     def __init__(self, store: dist.Store, members: Members, rank: int, timeout_s: float):
         self.store, self.members, self.rank = store, members, rank
         self.timeout_s = timeout_s
-        self.poll: Callable[[], None] = lambda: time.sleep(_POLL_S)
 
     def publish(self, error: PeerError) -> PeerError:
         """Settle on `error`, or on what another rank settled on before."""
@@ -120,7 +118,7 @@ class Verdicts:
                     return self.publish(self._error(what, *fault))
                 if time.time() > deadline:
                     return self.publish(self._late(what, ranks, cause))
-                self.poll()
+                time.sleep(_POLL_S)
         except RuntimeError:
             fault = self._fault()
             return self._error(what, *fault) if fault else self._unknown(what, cause)

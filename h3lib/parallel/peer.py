@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from h3lib.contract import CONTRACT_ID, OperandError, PeerError
+from h3lib.ops.hopper.compat import require_triton
 from h3lib.parallel.gloo import GlooTransport, check_same
 from h3lib.parallel.peer_kernels import UNIT
 from h3lib.parallel.peer_memory import CudaDriver, Driver
@@ -32,7 +33,6 @@ from h3lib.parallel.transport import (
     Level,
     Slice,
     check_calls,
-    even_slices,
     num_roots,
 )
 
@@ -51,6 +51,8 @@ class PeerTree(Level):
     a call on another stream waits for the last one, a graph's replay is ordered by its caller.
     """
 
+    unit = UNIT
+
     def __init__(
         self,
         control: GlooTransport,
@@ -65,6 +67,7 @@ class PeerTree(Level):
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
         self._stream, self._steps = None, None
+        require_triton(triton.__version__)
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
@@ -93,6 +96,9 @@ class PeerTree(Level):
             self._steps.synchronize()
             if self.world.error is None:
                 self.control.gather_objects(None)
+        except RuntimeError:
+            if self.world.error is None:
+                raise
         finally:
             self._steps.buffers.release()
             self._steps = None
@@ -103,9 +109,10 @@ class PeerTree(Level):
         return list(self._open_steps().bytes_read)
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
+        """One-shot where that reads little: every rank then finishes everything."""
         if 4 * num_elements * num_roots * (self.size - 1) <= ONE_SHOT_BYTES:
             return [(0, num_elements)] * self.size
-        return even_slices(num_elements, self.size, UNIT)
+        return super().slices(num_elements, num_roots)
 
     def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
         call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))

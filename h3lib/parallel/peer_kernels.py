@@ -35,6 +35,8 @@ UNIT = 8  # elements: offsets inside a slot are multiples, so that accesses are 
 BLOCK = 2048
 NUM_WARPS = 8
 MAX_PROGRAMS = 64  # they saturate 18 NVLinks, and leave the other multiprocessors to products
+STAGE_PROGRAMS = 528  # staging is local: 64 programs read 1 TB/s of an H200's memory, not 4
+COPY_BLOCK = 4096  # four loads of 16 bytes a thread in flight
 OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 

@@ -15,8 +15,10 @@ from h3lib.ops.tree import root_nodes, tree_sum
 from h3lib.parallel.peer_kernels import (
     ADD,
     BLOCK,
+    COPY_BLOCK,
     MAX_PROGRAMS,
     OPTIONS,
+    STAGE_PROGRAMS,
     UNIT,
     barrier_kernel,
     pull_kernel,
@@ -93,9 +95,9 @@ class PeerSteps:
     def stage(self, source: Tensor, segments: tuple[Segment, ...]) -> None:
         """From this rank's tensor into its slot of the coming epoch."""
         if segments:
-            grid, plan, width = self._copies(segments, source)
+            grid, plan, width = self._copies(segments, source, STAGE_PROGRAMS)
             stage_kernel[grid](
-                source, self.page, self.pages, plan, self.slot_words, width, BLOCK, **OPTIONS
+                source, self.page, self.pages, plan, self.slot_words, width, COPY_BLOCK, **OPTIONS
             )
 
     def barrier(self, digest: int) -> None:
@@ -106,9 +108,9 @@ class PeerSteps:
         """One segment from each rank's slot into `out`."""
         for peer, (_, _, length) in enumerate(segments):
             self.bytes_read[peer] += length * out.element_size()
-        grid, plan, width = self._copies(segments, out)
+        grid, plan, width = self._copies(segments, out, MAX_PROGRAMS)
         pull_kernel[grid](
-            out, self.page, self.pages, plan, self.slot_words, width, BLOCK, **OPTIONS
+            out, self.page, self.pages, plan, self.slot_words, width, COPY_BLOCK, **OPTIONS
         )
 
     def tree(
@@ -138,13 +140,15 @@ class PeerSteps:
         if self.page.is_cuda:
             torch.cuda.synchronize()
 
-    def _copies(self, segments: tuple, tensor: Tensor) -> tuple[tuple[int, int], Tensor, int]:
+    def _copies(
+        self, segments: tuple[Segment, ...], tensor: Tensor, programs: int
+    ) -> tuple[tuple[int, int], Tensor, int]:
         """Grid, plan on the device, and how many elements may move at a time."""
         wide = 16 // tensor.element_size()
         aligned = tensor.data_ptr() % 16 == 0
         aligned = aligned and all(value % wide == 0 for segment in segments for value in segment)
-        blocks = -(-max(length for *_, length in segments) // BLOCK)
-        grid = (min(max(blocks, 1), max(1, MAX_PROGRAMS // len(segments))), len(segments))
+        blocks = -(-max(length for *_, length in segments) // COPY_BLOCK)
+        grid = (min(max(blocks, 1), max(1, programs // len(segments))), len(segments))
         return grid, self._plan(segments), wide if aligned else 1
 
     def _plan(self, segments: tuple[Segment, ...]) -> Tensor:

@@ -41,10 +41,12 @@ class Level(abc.ABC):
 
     rank: int
     size: int
+    unit = 1
+    """Elements: slices begin at multiples."""
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
-        return even_slices(num_elements, self.size)
+        return even_slices(num_elements, self.size, self.unit)
 
     @abc.abstractmethod
     def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:

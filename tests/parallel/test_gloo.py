@@ -19,6 +19,7 @@ from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.hierarchical import HierarchicalCollective
+from h3lib.parallel.nccl import NcclTransport
 from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import ThreadWorld
 
@@ -129,6 +130,22 @@ def agree(world: GlooWorld, folder: Path) -> dict:
     world.close()
     for function in (wrong_shape, wrong_dtype, wrong_columns):
         found[function.__name__] = disagree(function)
+    return found | by_data_group(rank)
+
+
+def by_data_group(rank: int) -> dict:
+    """The transport of NCCL, its bytes moved by a second Gloo group: no GPU is needed for that."""
+    world = GlooWorld([WHOLE], 40.0, data_groups=[WHOLE], data_backend="gloo")
+
+    def connect(ranks):
+        return NcclTransport(world, list(ranks), rank)
+
+    collective = TreeCollective(connect(WHOLE))
+    roots = partial_roots(leaves().__getitem__, range(*LEAF_CUTS[rank : rank + 2]), 8)
+    found = {f"data {dtype}": exchange_numbers(connect, dtype) for dtype in DTYPES}
+    found["data sum"] = collective.all_reduce(roots, LEAF_CUTS, BF16)
+    found["data error"] = error_of(wrong_shape, connect(WHOLE))
+    world.close()
     return found
 
 
@@ -175,7 +192,7 @@ def rank_main(name: str, folder: Path) -> None:
         ready.add("ready", 1)
         while ready.add("ready", 0) < size:  # the time to start Python is not part of a timeout
             time.sleep(0.05)
-        world = GlooWorld(groups, timeout_s)
+        world = GlooWorld(groups, timeout_s, start_timeout_s=60.0)
         found = {"agree": agree, "killed": killed, "late": late}[name](world, folder)
     torch.save(found, folder / f"{rank}.tmp")
     os.replace(folder / f"{rank}.tmp", folder / f"{rank}.pt")
@@ -222,6 +239,15 @@ def test_parts_of_any_size_arrive_unchanged_from_every_rank_in_order(agreed, dty
         for source, part in enumerate(found[str(dtype)]):
             rows = (source * rank) % 3
             assert same_bytes(part, numbers(source, rank, rows, dtype)), (source, rank)
+
+
+def test_bytes_that_go_through_another_group_are_the_same(agreed):
+    for found in agreed:
+        assert same_bytes(found["data sum"], agreed[0]["flat sum"])
+        assert found["data error"] == DISAGREEMENTS["wrong_shape"]
+        for dtype in DTYPES:
+            for part, expected in zip(found[f"data {dtype}"], found[str(dtype)], strict=True):
+                assert same_bytes(part, expected)
 
 
 def test_an_exchange_of_nothing_returns(agreed):

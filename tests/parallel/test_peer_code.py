@@ -1,0 +1,143 @@
+"""The peer kernels compiled for sm_90: wide accesses, order of the flags, programs of the tree."""
+
+import re
+
+import pytest
+import torch
+
+from h3lib.ops.tree import root_nodes, tree_sum
+from h3lib.parallel.transport import group_spans, num_roots
+
+pytest.importorskip("triton")
+
+from h3lib.bench.litmus import abort_kernel, exchange_kernel  # noqa: E402
+from h3lib.ops.hopper.compiled import Code, compile_offline  # noqa: E402
+from h3lib.parallel.peer_kernels import (  # noqa: E402
+    ADD,
+    BLOCK,
+    COPY_BLOCK,
+    OPTIONS,
+    UNIT,
+    barrier_kernel,
+    pull_kernel,
+    stage_kernel,
+    tree_kernel,
+)
+from h3lib.parallel.peer_steps import tree_programs  # noqa: E402
+
+CUTS = (
+    (0, 1, 2, 3, 4, 5, 6, 7, 8),
+    (0, 2, 4, 6, 8),
+    (0, 2, 5, 8),
+    (0, 3, 4, 8),
+    (0, 0, 5, 5, 8),
+    (0, 24, 40, 64),
+    (0, 8),
+)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", dtype=dtype)
+
+
+def run_program(program: tuple, values: dict) -> float:
+    """The stack machine of `tree_kernel`, in Python."""
+    stack = []
+    for rank, root, _ in program:
+        if rank == ADD:
+            right = stack.pop()
+            stack.append((stack.pop(), right))
+        else:
+            stack.append(values[rank, root])
+    (result,) = stack
+    return result
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_programs_are_the_adds_of_the_tree_in_order(cuts):
+    """Values are names and an add is a pair, so the whole shape of the sum is compared."""
+
+    class Pair:
+        def __init__(self, value):
+            self.value = value
+
+        def __add__(self, right):
+            return Pair((self.value, right.value))
+
+    for first, size in ((0, len(cuts) - 1), (1, len(cuts) - 2), (0, 1)):
+        if size < 1:
+            continue
+        counts = [num_roots(cuts, first + r) for r in range(size)]
+        names = {(r, i): f"{r}.{i}" for r, n in enumerate(counts) for i in range(n)}
+        roots = [[Pair(names[r, i]) for i in range(n)] for r, n in enumerate(counts)]
+        nodes = root_nodes(roots, cuts, first)
+        programs = tree_programs(cuts, first, size)
+        spans = group_spans(cuts, first, size)
+        assert len(programs) == len(spans)
+        for program, span in zip(programs, spans, strict=True):
+            assert run_program(program, names) == tree_sum(nodes.get, span).value
+            assert all(step[2] == counts[step[0]] for step in program if step[0] != ADD)
+
+
+def accesses(code: Code, kind: str) -> set[str]:
+    """Widths of the global loads or stores, addresses of peers and plans left out."""
+    found = set(re.findall(rf"{kind}\.global\.((?:v\d\.)?b\d+)", code.ptx))
+    return found - {"b64"}
+
+
+@pytest.mark.parametrize(
+    "kernel,dtype",
+    [(stage_kernel, torch.int32), (pull_kernel, torch.int16), (pull_kernel, torch.int64)],
+)
+def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
+    wide = 16 // dtype.itemsize
+    for width in (1, wide):
+        code = compile_offline(
+            kernel, meta(100, dtype=dtype), meta(512), meta(8), meta(24), 1 << 20,
+            WIDTH=width, BLOCK=COPY_BLOCK, **OPTIONS,
+        )  # fmt: skip
+        code.check(tensor_cores=False)
+        if width == wide:
+            vector = "v2.b64" if dtype == torch.int64 else "v4.b32"
+            assert accesses(code, "ld") == accesses(code, "st") == {vector}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("cuts", CUTS[1:3], ids=str)
+def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, dtype):
+    (program,) = tree_programs(cuts, 0, len(cuts) - 1)
+    code = compile_offline(
+        tree_kernel, meta(100, dtype=dtype), meta(512), meta(8), 1 << 20, 0, 100, 100, 0,
+        PROGRAM=program, BLOCK=BLOCK, UNIT=UNIT, **OPTIONS,
+    )  # fmt: skip
+    code.check(tensor_cores=False)
+    elements = BLOCK // (32 * OPTIONS["num_warps"])
+    pushes = sum(step[0] != ADD for step in program)
+    assert len(re.findall(r"ld\.global\.v4\.b32", code.ptx)) == pushes * elements // 4
+    adds = re.findall(r"add(?:\.rn)?\.f32(?:x2)?", code.ptx)
+    assert len(adds) == (pushes - 1) * elements, "no fused, reordered or packed adds"
+    assert "fma" not in code.ptx and "ftz" not in code.ptx
+
+
+def test_the_flag_is_released_after_the_digest_and_acquired_before_it():
+    code = compile_offline(barrier_kernel, meta(512), meta(8), 1 << 62, SIZE=8, num_warps=1)
+    code.check(tensor_cores=False)
+    order = re.findall(r"(st\.relaxed|st\.release|ld\.acquire|ld\.relaxed)\.sys\.global", code.ptx)
+    assert order[:3] == ["st.relaxed", "st.release", "ld.acquire"]
+    assert order.index("ld.acquire") < len(order) - 1 - order[::-1].index("ld.relaxed")
+    assert order[-1] == "st.relaxed", "the last word is the abort that is told"
+    sass = re.findall(r"\b(ST|LD)[.\w]*\.STRONG\.SYS", code.sass)
+    assert {"ST", "LD"} <= set(sass)
+    assert "MEMBAR" in code.sass, "the release is a fence and a store"
+    assert "globaltimer" in code.ptx, "the wait is bounded"
+
+
+def test_the_litmus_kernels_compile():
+    for variant in range(4):
+        code = compile_offline(
+            exchange_kernel, meta(8), meta(4096), meta(8), 10, SIZE=8, VARIANT=variant, num_warps=1
+        )
+        code.check(tensor_cores=False)
+        stores = [m.start() for m in re.finditer(r"st\.release\.sys", code.ptx)]
+        assert len(stores) == 1
+    compile_offline(abort_kernel, meta(8), meta(8), 10, 10, SIZE=8, num_warps=1).check(False)
