@@ -22,7 +22,7 @@ import nbformat
 
 from h3lib.contract import H3Error
 from h3lib.execute import NotebookError, check_finished, parse_parameters, run_notebook
-from h3lib.readme import layout_reports, result_line
+from h3lib.readme import layout_reports, model_line, model_reports, result_line
 from h3lib.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,10 +124,12 @@ def write_tables() -> None:
     Ranks that share a GPU wait for each other there: their times mean nothing and are left out.
     """
     reports = layout_reports(EVIDENCE, NEW_REPORTS)
+    of_model = model_reports(EVIDENCE, NEW_REPORTS)
     tables = {
         "results": [result_line(report) for report in reports],
+        "model_results": [model_line(report) for report in of_model],
         "environment": list(
-            {tuple(e.items()): e for e in map(_environment_line, reports)}.values()
+            {tuple(e.items()): e for e in map(_environment_line, [*reports, *of_model])}.values()
         ),
         "seconds": [_seconds_line(r) for r in reports if (r["ranks_per_gpu"] or 1) == 1],
     }
