@@ -67,7 +67,7 @@ def _of_report(layout: str) -> dict[str, object]:
     if not path.exists():
         return {"layout": layout}
     report = read_report(path)
-    same = {key: report[key] for key in ("layout", "size", "rows", "device", "seed")}
+    same = {key: report[key] for key in ("layout", "size", "rows", "device", "backend", "seed")}
     return {**same, "report": str(path.relative_to(ROOT))}
 
 

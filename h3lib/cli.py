@@ -1,4 +1,4 @@
-"""The command line: `h3lib run`, `generate`, `checkpoint`, `sweep`, `layouts`, `doctor`, ..."""
+"""The command line: `h3lib run`, `generate`, `checkpoint`, `sweep`, `explain`, `doctor`, ..."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from h3lib.contract import SIZES, CheckpointError, H3Error, ReportError, model_size
+from h3lib.contract import (
+    SIZES,
+    BackendError,
+    CheckpointError,
+    H3Error,
+    ReportError,
+    model_size,
+)
 from h3lib.doctor import PROBLEM, examine, verdicts
+from h3lib.explain import explain
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
@@ -32,6 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
         "layouts", help="list the layouts that this machine can run, and why not the rest"
     )
     layouts.set_defaults(main=_layouts)
+    explain = commands.add_parser(
+        "explain", help="per op: the kernel of each back end on this machine, its order, and why"
+    )
+    explain.add_argument("--op", help="one op in full, e.g. linear_forward")
+    explain.set_defaults(main=_explain)
     doctor = commands.add_parser(
         "doctor", help="examine this machine; exit status 1 if something would break a run"
     )
@@ -42,10 +55,18 @@ def main(arguments: list[str] | None = None) -> None:
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
-    bench = commands.add_parser("bench", help="measure kernels beside the libraries, on one GPU")
-    bench.add_argument("what", choices=("kernels",))
+    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
+    bench.add_argument("what", choices=("kernels", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    bench.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("rowwise", "gemm", "attention", "block"),
+        metavar="PART",
+        help="rowwise, gemm, attention, block; all if left out",
+    )
     bench.set_defaults(main=_bench)
+    _add_faults(commands)
     options = parser.parse_args(arguments)
     try:
         sys.exit(options.main(options))
@@ -85,6 +106,16 @@ def _add_generate(commands) -> None:
         "--points", type=int, default=5, metavar="N", help="grid points; N - 1 steps (default 5)"
     )
     parser.set_defaults(main=_run)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    try:
+        for line in explain(options.op):
+            print(line)
+    except BackendError as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
+    return EQUAL
 
 
 def _add_checkpoint(commands) -> None:
@@ -164,11 +195,42 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         "same commit, inputs, device and software left them (the report says which)",
     )
     parser.add_argument(
+        "--transport",
+        help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
+    )
+    parser.add_argument(
         "--launcher",
         default="local",
         help=f"{' or '.join(LAUNCHERS)}: ranks on this machine, or on the nodes of this Slurm job",
     )
     parser.add_argument("--out", required=True, metavar="FILE.json")
+
+
+def _add_faults(commands) -> None:
+    parser = commands.add_parser(
+        "faults",
+        help="break collectives on purpose; 0 if every survivor raised the right error in time",
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    parser.set_defaults(main=_faults)
+
+
+def _faults(options: argparse.Namespace) -> int:
+    from h3lib.faults.injection import run_faults
+
+    try:
+        if options.device == "cuda":
+            require_cuda()
+        return run_faults(
+            options.count, options.seed, options.out, options.device, options.ranks
+        )
+    except H3Error as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def _add_sweep(commands) -> None:
@@ -195,9 +257,14 @@ def _run(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         require_cuda()
-        from h3lib.bench.kernels import bench_kernels  # needs Triton, which run does not
+        if options.what == "collectives":
+            from h3lib.bench.collectives import bench_collectives
 
-        bench_kernels(options.out)
+            bench_collectives(options.out)
+        else:
+            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+
+            bench_kernels(options.out, options.parts or PARTS)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

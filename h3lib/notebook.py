@@ -25,6 +25,7 @@ from h3lib.contract import PUBLISHED, SIZES, H3Error, ReportError
 from h3lib.doctor import fingerprint_digest
 from h3lib.layout import Layout, Ownership
 from h3lib.model.trace import KINDS
+from h3lib.ops.backend import BACKENDS
 from h3lib.parallel.launch import LAUNCHERS, die_with_parent
 from h3lib.report import PHASES, read_report
 from h3lib.request import DEVICES
@@ -82,6 +83,7 @@ CHECKS = {
     "size": _one_of(SIZES),
     "rows": _integer(1),
     "device": _one_of(DEVICES),
+    "backend": _one_of(BACKENDS),
     "seed": _integer(0),
     "report": (_path, "the path of a report in this repository, or nothing"),
     "layouts": (lambda value: isinstance(value, str), "the start of layout names, or nothing"),
@@ -155,7 +157,7 @@ def report_path(p: SimpleNamespace) -> Path:
         return ROOT / p.report
     if p.out:
         return ROOT / p.out
-    name = f"{p.layout}_{p.size}_{p.rows}_{p.device}_{p.seed}.json"
+    name = f"{p.layout}_{p.size}_{p.rows}_{p.device}_{p.backend}_{p.seed}.json"
     return ROOT / "build" / "notebooks" / name
 
 
@@ -178,7 +180,7 @@ def obtain_report(p: SimpleNamespace) -> dict:
 def _run(p: SimpleNamespace, path: Path) -> None:
     options = {
         "layout": p.layout, "size": p.size, "rows": p.rows, "device": p.device,
-        "weights": f"synthetic:{p.seed}", "launcher": p.launcher, "out": path,
+        "backend": p.backend, "weights": f"synthetic:{p.seed}", "launcher": p.launcher, "out": path,
     }  # fmt: skip
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "h3lib.cli", "run", *arguments]

@@ -22,12 +22,7 @@ from pathlib import Path
 
 import torch
 
-from h3lib.canonical import (
-    CanonicalFile,
-    canonical_file_name,
-    canonical_tensors,
-    save_canonical,
-)
+from h3lib.canonical import CanonicalFile, canonical_file
 from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
@@ -38,10 +33,18 @@ from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
 from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.launch import die_with_launcher
+from h3lib.parallel.levels import Levels, transports_of
 from h3lib.parallel.mesh import build_mesh, mesh_groups
 from h3lib.parallel.place import RankPlace, own_place
 from h3lib.parallel.shard import SeqShard
-from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
+from h3lib.report import (
+    PHASES,
+    SCHEMA_VERSION,
+    environment,
+    fingerprint,
+    machine_names,
+    write_report,
+)
 from h3lib.request import Request
 
 EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
@@ -68,7 +71,11 @@ class RankRun:
         if self.place.num_ranks != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
             raise LayoutError("number of ranks", self.place.num_ranks, accepted)
-        self.world = GlooWorld(mesh_groups(self.layout), self.request.timeout_s)
+        groups = mesh_groups(self.layout)
+        transports = self._transports(groups)
+        nccl = [group for group in groups if transports[group] == "nccl"]
+        self.world = GlooWorld(groups, self.request.timeout_s, data_groups=nccl)
+        self.levels = Levels(self.world, transports)
         try:
             self._join()
             self._phase("canonical")
@@ -82,7 +89,15 @@ class RankRun:
             control = self._control(canonical)
             return self._report(canonical, differences, control)
         finally:
+            self.levels.close()
             self.world.close()
+
+    def _transports(self, groups: list[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+        """How each group is joined; ranks of a machine that has a GPU for each own one."""
+        request, owns_gpu = self.request, False
+        if request.device == "cuda":
+            owns_gpu = self.place.local_size <= torch.cuda.device_count()
+        return transports_of(self.layout, groups, request.chosen_transport, owns_gpu)
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
@@ -103,19 +118,17 @@ class RankRun:
         if request.device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         self.environment = environment(request.device, machine_names(self.hosts)[rank])
-        same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
-        fingerprint = {key: self.environment[key] for key in same}
-        fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        software = fingerprint(self.environment)
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
         asked["contract"] = self.contract.id
-        require_same(self.world, {**asked, **fingerprint})
+        require_same(self.world, {**asked, **software})
         # what one process does not ask
-        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute")
-        self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
+        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
+        self.question = software | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
-        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.world.connect))
+        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
 
     def _check_nodes(self) -> None:
         """The ranks that the layout puts on one node are on one; a node may hold several such."""
@@ -153,14 +166,11 @@ class RankRun:
         if self.world.rank == first:
             try:
                 folder = Path(self.request.canonical or tempfile.mkdtemp(prefix="h3lib-"))
-                path = folder / canonical_file_name(self.question)
-                reused = path.exists()
-                if not reused:
-                    shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-                    program = self.request.program(self.device, canonical=True)
-                    records = self._records(shard, program)
-                    save_canonical(canonical_tensors(records), path)
-                    del records
+                shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+                program = self.request.program(self.device, canonical=True)
+                path, reused = canonical_file(
+                    folder, self.question, lambda: self._records(shard, program)
+                )
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
         try:
@@ -244,6 +254,7 @@ class RankRun:
             "seed": request.seed,
             "device": request.device,
             "backend": request.backend,
+            "transports": self.levels.used(),
             "environment": self.environment,
             **self._digests(),
             "tensors": tensors,
@@ -289,9 +300,7 @@ def run_rank(
             request.remove_old_report()
         request.check()
         return RankRun(request, place, progress).run()
-    except PeerError as error:
-        status, message = FAILED, str(error)
-    except ReportError as error:
+    except (PeerError, ReportError) as error:
         status, message = FAILED, str(error)
     except H3Error as error:
         status, message = REFUSED, str(error)

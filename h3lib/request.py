@@ -20,7 +20,8 @@ from h3lib.model.packing import Job, job_for_rows, pack
 from h3lib.model.program import Program
 from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
-from h3lib.report import git_commit, git_dirty
+from h3lib.parallel.levels import TRANSPORTS
+from h3lib.provenance import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -59,6 +60,7 @@ class Request:
     timeout_s: float = 600.0
     backend: str = "eager"
     canonical: str | None = None
+    transport: str | None = None
 
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""
@@ -71,6 +73,10 @@ class Request:
         if self.device == "cuda":
             require_cuda()
         load_backend(self.backend, self.device)
+        if self.chosen_transport not in TRANSPORTS:
+            raise RequestError("transport", self.transport, ", ".join(TRANSPORTS))
+        if self.chosen_transport == "peer" and self.device != "cuda":
+            raise RequestError("transport", "peer", f"gloo on device {self.device}")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             raise RequestError("timeout in seconds", self.timeout_s, accepted)
@@ -98,6 +104,11 @@ class Request:
                 "output file", self.out, "a file name in a folder that can be written"
             )
         path.unlink(missing_ok=True)
+
+    @property
+    def chosen_transport(self) -> str:
+        """What was asked for; by default `peer` between GPUs, `gloo` between CPUs."""
+        return self.transport or ("peer" if self.device == "cuda" else "gloo")
 
     @cached_property
     def parsed_layout(self) -> Layout:

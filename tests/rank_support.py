@@ -53,3 +53,9 @@ class Ranks:
         files = [self.folder / f"{rank}.pt" for rank in range(len(self.processes))]
         found = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
         return [process.returncode for process in self.processes], found
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.communicate()

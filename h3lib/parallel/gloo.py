@@ -34,8 +34,19 @@ class GlooWorld:
     After a failure a world refuses further use; close it and join a new one, with all ranks.
     """
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], timeout_s: float, name: str = ""):
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        timeout_s: float,
+        name: str = "",
+        data_groups: Sequence[tuple[int, ...]] = (),
+        data_backend: str = "nccl",
+        start_timeout_s: float | None = None,
+    ):
         """Join the world and make every group; all ranks pass the same `groups` in the same order.
+
+        The ranks of `data_groups` can also move bytes by `data_backend`. The start and gathers of
+        all ranks may take `start_timeout_s`, `timeout_s` if it is not given.
 
         Worlds of one set of processes need different names; by default they are counted.
 
@@ -44,16 +55,22 @@ class GlooWorld:
         name = name or f"world-{next(_generation)}"
         self.timeout_s, self.error = timeout_s, None
         timeout, place = datetime.timedelta(seconds=timeout_s), own_place()
+        start_timeout_s = start_timeout_s or timeout_s
+        start = datetime.timedelta(seconds=start_timeout_s)
         try:
             store, self.rank, self.size = next(
-                rendezvous(place.meeting, place.rank, place.num_ranks, timeout=timeout)
+                rendezvous(place.meeting, place.rank, place.num_ranks, timeout=start)
             )
             store = dist.PrefixStore(f"h3lib/{name}", store)
-            store.set_timeout(timeout)
+            store.set_timeout(start)
             dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout
+                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=start
             )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+            self._data_groups = {
+                ranks: dist.new_group(list(ranks), timeout=timeout, backend=data_backend)
+                for ranks in data_groups
+            }
             places = [None] * self.size
             dist.all_gather_object(places, Place.here())
         except RuntimeError as error:
@@ -62,7 +79,7 @@ class GlooWorld:
             raise PeerError(
                 "start of the process group",
                 str(error).splitlines()[0],
-                f"all ranks in {timeout_s:g} s",
+                f"all ranks in {start_timeout_s:g} s",
             ) from error
         self.members = Members(places)
         self._verdicts = Verdicts(store, self.members, self.rank, timeout_s)
@@ -72,6 +89,9 @@ class GlooWorld:
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         return self._groups[tuple(ranks)]
+
+    def data_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return self._data_groups[tuple(ranks)]
 
     def gather_objects(self, value: object) -> list:
         """Every rank's value, in rank order, on every rank."""
@@ -154,6 +174,8 @@ class GlooTransport(Transport):
     ) -> list[Tensor]:
         received = []
         what = "an exchange" if call is None else call.name
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise PeerError(f"{what} inside a CUDA graph", "a transport of the host", "peer")
         self.world.guarded(
             what, self.ranks, lambda: received.extend(self._exchange(parts, shapes, call))
         )
@@ -169,8 +191,9 @@ class GlooTransport(Transport):
         )
         headers = [None] * self.size
         dist.all_gather_object(headers, header, group=self.group)
-        check_calls([call for *_, call in headers])
-        check_exchange([sent for sent, *_ in headers], [expected for _, expected, _ in headers])
+        check_calls([call for *_, call in headers], self.ranks)
+        sent, expected = [sent for sent, *_ in headers], [shapes for _, shapes, _ in headers]
+        check_exchange(sent, expected, self.ranks)
         return self._move(parts, shapes)
 
     def _move(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
@@ -181,6 +204,23 @@ class GlooTransport(Transport):
         received = torch.empty(sum(sizes_out), dtype=torch.uint8)
         dist.all_to_all_single(received, data, sizes_out, sizes_in, group=self.group)
         return unpack_bytes(received, shapes, parts[0])
+
+
+def serve_store() -> dist.Store:
+    """A store, served from this process, by which ranks that it starts find each other."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_environment(store: dist.Store, rank: int, size: int) -> dict[str, str]:
+    """What a rank must find in its environment to join by a store of `serve_store`."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def launched() -> bool:

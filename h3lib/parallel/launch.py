@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from h3lib.contract import PeerError
@@ -47,11 +47,12 @@ def run_ranks(
     timeout_s: float,
     log: Path,
     tick: Callable[[], None],
+    variables: Mapping[str, str] | None = None,
 ) -> int:
     """`python -m module arguments` on `num_ranks` ranks of this machine; torchrun's exit status.
 
     Their output goes to `log`, their temporary files beside it; `tick` is called a few times a
-    second.
+    second; `variables` join their environment.
 
     **Raises:** PeerError if they have not ended after `timeout_s`; then none is left running.
     """
@@ -68,7 +69,7 @@ def run_ranks(
         module,
         *arguments,
     ]
-    settings = {**_one_thread(), "TMPDIR": str(log.parent)}
+    settings = {**_one_thread(), "TMPDIR": str(log.parent), **(variables or {})}
     return watch(command, settings, timeout_s, log, tick)
 
 

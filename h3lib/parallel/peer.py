@@ -97,6 +97,11 @@ class PeerTree(Level):
             self._steps.buffers.release()
             self._steps = None
 
+    @property
+    def bytes_read(self) -> list[int]:
+        """Bytes that this rank has read from the memory of each rank of the group, its own too."""
+        return list(self._open_steps().bytes_read)
+
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         if 4 * num_elements * num_roots * (self.size - 1) <= ONE_SHOT_BYTES:
             return [(0, num_elements)] * self.size
@@ -248,7 +253,7 @@ class PeerTree(Level):
         ranks = [self.control.ranks[place] for place in named]
         if kind == DISAGREES.value:
             try:
-                check_calls(self.control.gather_objects(call))
+                check_calls(self.control.gather_objects(call), self.control.ranks)
             except PeerError as error:
                 return error
             return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)

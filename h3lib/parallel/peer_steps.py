@@ -34,7 +34,10 @@ Segment = tuple[int, int, int]
 
 
 class PeerSteps:
-    """Launches on the current stream; `rank` and `size` count inside the group of `control`."""
+    """Launches on the current stream; `rank` and `size` count inside the group of `control`.
+
+    `bytes_read[p]` counts what was read from rank p's memory.
+    """
 
     def __init__(self, control, capacity_bytes: int, timeout_s: float, driver: Driver):
         """Collective. **Raises:** PeerError on every rank if memory cannot be shared."""
@@ -44,7 +47,7 @@ class PeerSteps:
         num_bytes = (PAGE_WORDS.value + 2 * self.slot_words) * 8
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
         self._plans: dict[tuple[Segment, ...], Tensor] = {}
-        self._side = None
+        self._side, self.bytes_read = None, [0] * self.size
         addresses = self.buffers.addresses
         self.page = driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
@@ -82,7 +85,7 @@ class PeerSteps:
 
     def row_width(self, rows: int, longest: int) -> int:
         """FP32 elements of each of a slot's rows: `longest` whole units, or as many as fit."""
-        fit = self.slot_words * 2 // rows // UNIT * UNIT
+        fit = self.slot_words * 2 // max(1, rows) // UNIT * UNIT
         if not fit:
             raise OperandError("roots times slices", rows, f"at most {self.slot_words * 2 // UNIT}")
         return min(fit, max(1, -(-longest // UNIT)) * UNIT)
@@ -101,6 +104,8 @@ class PeerSteps:
 
     def pull(self, out: Tensor, segments: tuple[Segment, ...]) -> None:
         """One segment from each rank's slot into `out`."""
+        for peer, (_, _, length) in enumerate(segments):
+            self.bytes_read[peer] += length * out.element_size()
         grid, plan, width = self._copies(segments, out)
         pull_kernel[grid](
             out, self.page, self.pages, plan, self.slot_words, width, BLOCK, **OPTIONS
@@ -115,6 +120,8 @@ class PeerSteps:
         grid = (min(-(-length // BLOCK), MAX_PROGRAMS),)
         units = width // UNIT, -(-length // UNIT), offset // UNIT
         for row, program in zip(out, programs, strict=True):
+            for peer, _, roots in program:
+                self.bytes_read[peer] += 4 * length * (roots > 0)
             tree_kernel[grid](
                 row, self.page, self.pages, self.slot_words, part, *units,
                 PROGRAM=program, BLOCK=BLOCK, UNIT=UNIT, **OPTIONS,

@@ -107,6 +107,8 @@ class Transport(Level):
         )
         nodes = root_nodes(roots, cuts, first)
         spans = group_spans(cuts, first, self.size)
+        if not spans:  # a node without leaves
+            return flat.new_empty(0, length, dtype=dtype)
         return torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
 
 
@@ -139,34 +141,35 @@ def even_slices(num_elements: int, num_slices: int, unit: int = 1) -> list[Slice
     return list(zip(cuts[:-1], cuts[1:], strict=True))
 
 
-def check_calls(calls: Sequence[Call | None]) -> None:
-    """**Raises:** PeerError for the first rank whose call is not that of rank 0.
+def check_calls(calls: Sequence[Call | None], ranks: Sequence[int] | None = None) -> None:
+    """**Raises:** PeerError for the first rank whose call is not that of the group's first.
 
-    Every rank evaluates the same list, so every rank raises the same error.
+    `ranks` are the global ranks of the group, for the message. Every rank evaluates the same list,
+    so every rank raises the same error.
     """
     names = [call and call.name for call in calls]
-    for rank, call in enumerate(calls):
+    first, *rest = _names(ranks, len(calls))
+    for rank, name, call in zip(rest, names[1:], calls[1:], strict=True):
         if call == calls[0]:
             continue
-        if names[rank] != names[0]:
-            raise _disagree("collective", rank, names[rank], names[0])
+        if name != names[0]:
+            raise PeerError(f"collective on {rank}", name, f"{names[0]!r} as on {first}")
         for field in fields(Call):
             here, there = getattr(calls[0], field.name), getattr(call, field.name)
             if here != there:
-                raise _disagree(f"{field.name} of {call.name}", rank, there, here)
+                subject = f"{field.name} of {name} on {rank}"
+                raise PeerError(subject, there, f"{here!r} as on {first}")
 
 
-def _disagree(what: str, rank: int, received: object, first: object) -> PeerError:
-    accepted = f"{first!r} as on rank 0 of the group"
-    return PeerError(f"{what} on rank {rank} of the group", received, accepted)
-
-
-def check_exchange(sent: list[list[tuple]], expected: list[list[Shape]]) -> None:
+def check_exchange(
+    sent: list[list[tuple]], expected: list[list[Shape]], ranks: Sequence[int] | None = None
+) -> None:
     """**Raises:** PeerError for the first (source, destination) whose tensors do not agree.
 
     `sent[s][d]` is (shape, dtype) of what s sends to d; `expected[d][s]` the shape d expects.
     Every rank evaluates the same tables, so every rank raises the same error.
     """
+    names = _names(ranks, len(sent))
     dtypes = {entry[1] for row in sent for entry in row}
     if len(dtypes) > 1:
         raise PeerError("dtypes of one exchange", sorted(dtypes), "one dtype on every rank")
@@ -174,9 +177,14 @@ def check_exchange(sent: list[list[tuple]], expected: list[list[Shape]]) -> None
         for destination, (shape, _) in enumerate(row):
             want = tuple(expected[destination][source])
             if shape != want:
-                raise PeerError(
-                    f"shape sent by rank {source} to rank {destination} of the group", shape, want
-                )
+                subject = f"shape sent by {names[source]} to {names[destination]}"
+                raise PeerError(subject, shape, want)
+
+
+def _names(ranks: Sequence[int] | None, size: int) -> list[str]:
+    if ranks is None:
+        return [f"rank {place} of the group" for place in range(size)]
+    return [f"rank {rank}" for rank in ranks]
 
 
 class ThreadWorld:
@@ -281,9 +289,10 @@ class ThreadTransport(Transport):
         return [row[self.rank] for row, *_ in posted]
 
 
-def pack_bytes(parts: Sequence[Tensor]) -> Tensor:
-    """The parts' bytes, one after the other, on the CPU."""
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8).cpu() for part in parts])
+def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """The parts' bytes, one after the other, on the device."""
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([part.to(device) for part in flat])
 
 
 def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:

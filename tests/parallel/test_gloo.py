@@ -194,9 +194,7 @@ def worlds(tmp_path_factory) -> dict[str, tuple[list[int], list]]:
         return {name: ranks.wait(deadline) for name, ranks in running.items()}
     finally:
         for ranks in running.values():
-            for process in ranks.processes:
-                process.kill()
-                process.wait()
+            ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -255,11 +253,11 @@ def test_flat_and_hierarchical_give_the_same_bytes(agreed):
 
 
 DISAGREEMENTS = {
-    "wrong_shape": "shape sent by rank 2 to rank 1 of the group: received (2,); accepted: (1,)",
+    "wrong_shape": "shape sent by rank 2 to rank 1: received (2,); accepted: (1,)",
     "wrong_dtype": "dtypes of one exchange: received ['torch.bfloat16', 'torch.float32']; "
     "accepted: one dtype on every rank",
-    "wrong_columns": "shape of all_gather_rows on rank 2 of the group: received (8, 3, 4); "
-    "accepted: (8, 4, 3) as on rank 0 of the group",
+    "wrong_columns": "shape of all_gather_rows on rank 2: received (8, 3, 4); "
+    "accepted: (8, 4, 3) as on rank 0",
 }
 
 

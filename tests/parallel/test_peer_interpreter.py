@@ -214,7 +214,10 @@ def rank_main(folder: Path) -> None:
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("peer")
     started = Ranks(__file__, "world", SIZE, SIZE, folder, TRITON_INTERPRET="1")
-    statuses, found = started.wait(time.monotonic() + 150)
+    try:
+        statuses, found = started.wait(time.monotonic() + 150)
+    finally:
+        started.close()
     assert statuses == [0, 0, -signal.SIGKILL, 0]
     return found
 
@@ -256,10 +259,10 @@ def test_ranks_that_differ_are_refused_at_the_door(ranks):
 
 
 CALLS = {
-    "other_shape": "PeerError: shape of all_gather_rows on rank 2 of the group: "
-    "received (4, 3, 4); accepted: (4, 4, 3) as on rank 0 of the group",
-    "other_call": "PeerError: collective on rank 2 of the group: received 'all_gather_columns'; "
-    "accepted: 'all_gather_rows' as on rank 0 of the group",
+    "other_shape": "PeerError: shape of all_gather_rows on rank 2: "
+    "received (4, 3, 4); accepted: (4, 4, 3) as on rank 0",
+    "other_call": "PeerError: collective on rank 2: received 'all_gather_columns'; "
+    "accepted: 'all_gather_rows' as on rank 0",
     "late": "PeerError: rank 2 in all_gather_rows: received 'late: it did not come'; "
     "accepted: an answer in 4 s",
 }

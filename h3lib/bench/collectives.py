@@ -1,0 +1,311 @@
+"""Collectives beside NCCL: `h3lib bench collectives --out FILE.json`, one rank a GPU.
+
+    ratio      NCCL's time / ours: medians of interleaved rounds in one run, the slowest rank's
+    bytes      of the FP32 operand of one rank (reductions), of the BF16 result (gathers)
+    links      bytes read by (destination, source), counted, and asserted equal to the closed form
+    alpha, beta   least squares of time = alpha + bytes read from peers / beta, two-shot
+
+NCCL runs with its default settings but NVLS off. Where ranks share a GPU there is no link and
+processes take turns: nothing is compared then, the rows say "not run", and only what one rank
+alone does is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from h3lib.bench.measure import environment
+from h3lib.contract import PeerError
+from h3lib.parallel.collective import TreeCollective
+from h3lib.parallel.gloo import GlooWorld
+from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.parallel.nccl import NcclLibrary
+from h3lib.parallel.peer import PeerTree
+from h3lib.parallel.transport import num_roots
+from h3lib.report import git_commit
+
+TIMEOUT_S = 300.0
+CAPACITY_BYTES = 256 << 20
+SMALL = tuple(1 << k for k in range(12, 24, 2))  # bytes; timed as CUDA graphs
+LARGE = tuple((1 << 20) * m for m in (32, 64, 128, 256, 512))
+ROUNDS, REPEATS, WARM_UP, GRAPH_CALLS = 7, 10, 5, 8
+COLUMNS = 5376
+BF16, F32 = torch.bfloat16, torch.float32
+NOT_RUN = "not run: ranks share a GPU"
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `measurements`; times are None where the comparison was not run."""
+
+    op: str
+    case: str
+    bytes: int
+    against: str
+    ours_us: float | None
+    theirs_us: float | None
+    ratio: float | None
+    graph: bool
+    status: str = "run"
+
+
+class Bench:
+    """One rank of the benchmark."""
+
+    def __init__(self):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        self.ranks, self.owns_gpu = tuple(range(size)), size <= gpus
+        groups = [self.ranks, *((r,) for r in self.ranks)]
+        data = [self.ranks] if self.owns_gpu else []
+        self.world = GlooWorld(groups, TIMEOUT_S, data_groups=data)
+        self.rank, self.size = self.world.rank, self.world.size
+        self.tree = self._open(self.ranks)
+        self.collective = TreeCollective(self.tree)
+        self.nccl = NcclLibrary(self.world, list(self.ranks)) if self.owns_gpu else None
+        self.cuts = [8 * r // size for r in range(size + 1)]
+        self.rows: list[Row] = []
+        self.side = torch.cuda.Stream()
+
+    def _open(self, ranks: tuple[int, ...]) -> PeerTree:
+        control = self.world.connect(ranks, self.rank)
+        return PeerTree(control, CAPACITY_BYTES, checked=False)
+
+    def compare(self, op: str, case: str, num_bytes: int, ours: Call, theirs: Call | None) -> None:
+        """One row; small operands are timed as CUDA graphs."""
+        graph = num_bytes <= SMALL[-1]
+        if theirs is None:
+            self.rows.append(Row(op, case, num_bytes, "NCCL", None, None, None, graph, NOT_RUN))
+            return
+        ours_us, theirs_us = self.times([ours, theirs], graph)
+        ratio = theirs_us / ours_us
+        self.rows.append(Row(op, case, num_bytes, "NCCL", ours_us, theirs_us, ratio, graph))
+
+    def times(self, calls: list[Call], graph: bool) -> list[float]:
+        """Median of each call in microseconds, of the slowest rank."""
+        runs = [_graphed(call) if graph else call for call in calls]
+        samples: list[list[float]] = [[] for _ in calls]
+        for round_index in range(-1, ROUNDS):  # the first round warms both up
+            order = range(len(runs)) if round_index % 2 else reversed(range(len(runs)))
+            for i in order:
+                self.world.gather_objects(None)
+                took = _time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
+                if round_index >= 0:
+                    samples[i].append(took / (GRAPH_CALLS if graph else 1))
+        self.tree.check()
+        mine = [statistics.median(taken) for taken in samples]
+        return [max(rank[i] for rank in self.world.gather_objects(mine)) for i in range(len(mine))]
+
+    def measure(self, num_bytes: int) -> None:
+        """Every collective on FP32 operands of `num_bytes`."""
+        n = num_bytes // 4
+        roots = torch.randn(1, n, device="cuda")
+        copy, copy_bf16 = roots[0].clone(), roots[0].to(BF16)
+        nccl = self.nccl
+        ours = lambda: self.collective.all_reduce(roots, self.cuts, BF16)  # noqa: E731
+        for case, x in (("NCCL FP32", copy), ("NCCL BF16", copy_bf16)):
+            theirs = None if nccl is None else lambda x=x: nccl.all_reduce(x.zero_())
+            self.compare("all_reduce to BF16", case, num_bytes, ours, theirs)
+        rows = self.size * max(1, n // COLUMNS // self.size)
+        if n < rows * COLUMNS:
+            return
+        operand = roots[:, : rows * COLUMNS].view(1, rows, COLUMNS)
+        cuts = [rows * r // self.size for r in range(self.size + 1)]
+        own = slice(cuts[self.rank], cuts[self.rank + 1])
+        part, whole = operand[0, own].to(BF16), operand[0].to(BF16)
+        scattered = operand[0, own].clone()
+        self.compare(
+            "reduce_scatter_rows to BF16", "NCCL FP32", num_bytes,
+            lambda: self.collective.reduce_scatter_rows(operand, self.cuts, cuts, BF16),
+            None if nccl is None else lambda: nccl.reduce_scatter(scattered, operand[0]),
+        )  # fmt: skip
+        self.compare(
+            "all_gather_rows of BF16", "NCCL BF16", whole.numel() * 2,
+            lambda: self.collective.all_gather_rows(part, cuts),
+            None if nccl is None else lambda: nccl.all_gather(whole, part),
+        )  # fmt: skip
+
+    def links(self, n: int) -> dict[str, object]:
+        """Bytes by (destination, source) of one two-shot all-reduce to BF16.
+
+        **Raises:** PeerError if they are not those of the closed form.
+        """
+        before = self.tree.bytes_read
+        self.collective.all_reduce(torch.zeros(1, n, device="cuda"), self.cuts, BF16)
+        mine = [b - a for a, b in zip(before, self.tree.bytes_read, strict=True)]
+        table = self.world.gather_objects(mine)
+        expected = link_bytes(self.tree, self.cuts, n)
+        if table != expected:
+            raise PeerError("bytes by (destination, source)", table, expected)
+        return {"op": "all_reduce to BF16", "elements": n, "read": table, "closed_form": expected}
+
+    def beside_product(self) -> list[dict[str, object]]:
+        """A product alone, and with all-reduces of 128 MiB on another stream."""
+        if self.nccl is None:
+            return [{"what": "product beside an all-reduce", "status": NOT_RUN}]
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+        roots = torch.randn(1, 32 << 20, device="cuda")
+        copy, found = roots[0].clone(), []
+        (alone,) = self.times([lambda: a @ b], graph=False)
+        for name, call in (
+            ("ours", lambda: self.collective.all_reduce(roots, self.cuts, BF16)),
+            ("NCCL FP32", lambda: self.nccl.all_reduce(copy.zero_())),
+        ):
+
+            def both(call: Call = call) -> None:
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):
+                    call()
+                for _ in range(2):
+                    a @ b
+                torch.cuda.current_stream().wait_stream(self.side)
+
+            (together,) = self.times([both], graph=False)
+            found.append({"what": "two products beside an all-reduce of 128 MiB", "which": name,
+                          "alone_us": 2 * alone, "together_us": together})  # fmt: skip
+        return found
+
+    def alone(self) -> list[dict[str, object]]:
+        """The steps of one rank in a world of one, to BF16: launches and local memory alone."""
+        tree = self._open((self.rank,))
+        collective, found = TreeCollective(tree), []
+        for num_bytes in (SMALL[0], SMALL[-1], LARGE[2]):
+            roots = torch.randn(1, num_bytes // 4, device="cuda")
+            call = lambda roots=roots: collective.all_reduce(roots, [0, 8], BF16)  # noqa: E731
+            cast = lambda roots=roots: roots.to(BF16)  # noqa: E731
+            for graph in (False, True):
+                took = [0.0, 0.0]
+                for rank in self.ranks:  # one rank at a time: they may share the GPU
+                    if rank == self.rank:
+                        took = [_median_us(_graphed(c) if graph else c) for c in (call, cast)]
+                    self.world.gather_objects(None)
+                took = [us / (GRAPH_CALLS if graph else 1) for us in took]
+                found.append({"what": "all_reduce in a world of one", "bytes": num_bytes,
+                              "graph": graph, "us": took[0], "cast_us": took[1]})  # fmt: skip
+            tree.check()
+        tree.close()
+        return found
+
+    def close(self) -> None:
+        self.tree.close()
+        self.world.close()
+
+
+def link_bytes(tree: PeerTree, cuts: list[int], n: int) -> list[list[int]]:
+    """Closed form of an all-reduce to BF16: row r holds what r reads from every rank's memory.
+
+    Two-shot: 4 R_p |slice r| + 2 |slice p| from rank p; one-shot: 4 R_p n.
+    """
+    roots = [num_roots(cuts, rank) for rank in range(tree.size)]
+    slices = tree.slices(n, max(roots))
+    lengths = [stop - start for start, stop in slices]
+    if len(set(slices)) == 1:
+        return [[4 * r * n for r in roots] for _ in roots]
+    return [
+        [4 * roots[p] * lengths[r] + 2 * lengths[p] for p in range(tree.size)]
+        for r in range(tree.size)
+    ]
+
+
+def fit(rows: list[Row], size: int) -> dict[str, object]:
+    """alpha and beta of the two-shot all-reduce: time = alpha + bytes from peers / beta."""
+    points = [
+        (6 * (row.bytes // 4) * (size - 1) / size, row.ours_us)
+        for row in rows
+        if row.op.startswith("all_reduce") and row.case == "NCCL FP32" and row.bytes >= LARGE[0]
+        and row.ours_us is not None
+    ]  # fmt: skip
+    if len(points) < 2:
+        return {"level": "peers of a node", "status": NOT_RUN}
+    x = torch.tensor([[1.0, b] for b, _ in points], dtype=torch.float64)
+    y = torch.tensor([[us] for _, us in points], dtype=torch.float64)
+    alpha, slope = torch.linalg.lstsq(x, y).solution.flatten().tolist()
+    return {"level": "peers of a node", "alpha_us": alpha, "beta_bytes_per_us": 1 / slope}
+
+
+def _graphed(call: Call) -> Call:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            call()
+    return graph.replay
+
+
+def _time_us(run: Call, repeats: int) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return 1000 * start.elapsed_time(stop) / repeats
+
+
+def _median_us(run: Call) -> float:
+    _time_us(run, WARM_UP)
+    return statistics.median(_time_us(run, REPEATS) for _ in range(ROUNDS))
+
+
+def rank_main(out: Path) -> None:
+    """A rank: measure; rank 0 writes the report."""
+    die_with_launcher()
+    torch.manual_seed(0)
+    bench = Bench()
+    for num_bytes in (*SMALL, *LARGE):
+        bench.measure(num_bytes)
+    links = [bench.links(n) for n in (1000, (1 << 20) + 3, 1 << 24)]
+    beside, alone = bench.beside_product(), bench.alone()
+    bench.close()
+    if bench.rank:
+        return
+    content = {
+        "environment": environment() | {"commit": git_commit() or "unknown"},
+        "ranks": bench.size,
+        "ranks_per_gpu": 1 if bench.owns_gpu else bench.size // torch.cuda.device_count(),
+        "nvls": "off",
+        "capacity_bytes": CAPACITY_BYTES,
+        "protocol": {"rounds": ROUNDS, "repeats": REPEATS, "graph_calls": GRAPH_CALLS},
+        "measurements": [asdict(row) for row in bench.rows],
+        "links": links,
+        "fit": fit(bench.rows, bench.size),
+        "beside_product": beside,
+        "alone": alone,
+        "complete": True,
+    }
+    out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def bench_collectives(out: Path) -> None:
+    """One rank a GPU, or two on one GPU; write `out`. **Raises:** PeerError if a rank fails."""
+    ranks = max(2, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
+        log = Path(folder, "log")
+        module = "h3lib.bench.collectives"
+        environment = {"NCCL_NVLS_ENABLE": "0"}
+        status = run_ranks(module, [str(out)], ranks, 1200.0, log, lambda: None, environment)
+        if status:
+            tail = log.read_text(errors="replace")[-3000:]
+            raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    rank_main(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
