@@ -83,6 +83,7 @@ def test_memory_is_exchanged_between_two_processes():
     assert exchange_memory("cpu") is None
 
 
+@pytest.mark.slow
 def test_an_exchange_that_changes_a_copy_is_noticed(monkeypatch):
     monkeypatch.setattr(doctor, "_negate", _say_yes)
     assert exchange_memory("cpu") == "the other process changed a copy"
