@@ -19,14 +19,14 @@ READY := $(VENV)/ready-$(DEVICE)
 REPORTS := $(LAYOUTS:%=build/reports/%.json)
 SOURCES := $(shell find h3lib -name '*.py')
 
-.PHONY: reproduce test notebooks book lint lab clean
+.PHONY: reproduce test notebooks book check-book crate lint lab clean
 
 reproduce: $(READY)  ## the whole result: every layout as real processes, notebooks, book
 	rm -rf build/reports
 	$(MAKE) --no-print-directory book DEVICE=$(DEVICE)
 
 test: $(READY)  ## all tests but the slow ones and those that need a GPU
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not browser"
 
 build/reports/%.json: $(SOURCES) | $(READY)
 	@mkdir -p $(@D)
@@ -38,6 +38,15 @@ notebooks: $(REPORTS)  ## execute every notebook with papermill into book/runs/
 book: notebooks  ## build the book, warnings are errors
 	$(BIN)/jupyter-book build book -W -n --keep-going --all -q
 	@echo "The book: file://$(CURDIR)/book/_build/html/index.html"
+
+check-book: $(READY)  ## the built book in a headless Chromium; screenshots in build/screenshots/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement env/requirements-browser.txt
+	$(BIN)/python -m pytest -q -m browser tests/browser
+
+crate: $(READY)  ## the committed reports as an RO-Crate in build/crate/
+	rm -rf build/crate
+	$(BIN)/python -m h3lib.crate build/crate
+	$(BIN)/python -m h3lib.crate --check build/crate
 
 lint: $(READY)
 	$(BIN)/ruff check .

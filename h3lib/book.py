@@ -3,29 +3,24 @@
     python -m h3lib.book all
     python -m h3lib.book run notebooks/05_one_layout.ipynb NAME [-p PARAMETER VALUE]...
 
-papermill's exit status is not enough: it is 0 for a misspelt parameter and for `sys.exit(0)` in a
-cell. So names and types are checked before anything runs, and a run counts only if the exit status
-is 0, the last code cell was executed, no cell failed and the report it is about is complete.
+A page is kept only if its notebook finished (`h3lib.execute`) and the report it is about is whole.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import csv
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
-from papermill import inspect_notebook
 
 from h3lib.contract import H3Error
+from h3lib.execute import NotebookError, parse_parameters, run_notebook
 from h3lib.readme import layout_reports, result_line
 from h3lib.report import read_report
 
@@ -35,10 +30,6 @@ NEW_REPORTS, EVIDENCE = ROOT / "build" / "reports", ROOT / "reports"
 ONE_LAYOUT = NOTEBOOKS / "05_one_layout.ipynb"
 SHOWN_LAYOUTS = ("tp4", "tp4-cp2-sp", "tp8-local4")
 CELL_TIMEOUT_S = 900
-
-
-class NotebookError(H3Error, ValueError):
-    """A notebook that may not run with these parameters, or that did not finish."""
 
 
 @dataclass(frozen=True)
@@ -76,31 +67,8 @@ def _of_report(layout: str) -> dict[str, object]:
     if not path.exists():
         return {"layout": layout}
     report = read_report(path)
-    same = {key: report[key] for key in ("layout", "size", "rows", "device", "seed")}
+    same = {key: report[key] for key in ("layout", "size", "rows", "device", "backend", "seed")}
     return {**same, "report": str(path.relative_to(ROOT))}
-
-
-def check_parameters(notebook: Path, parameters: Mapping[str, object]) -> None:
-    """**Raises:** NotebookError for a parameter that is not declared or has another type."""
-    declared = inspect_notebook(notebook)
-    for name, value in parameters.items():
-        if name not in declared:
-            raise NotebookError(f"parameter of {notebook.name}", name, ", ".join(declared))
-        wanted = type(ast.literal_eval(declared[name]["default"]))
-        if type(value) is not wanted:
-            raise NotebookError(
-                f"parameter {name} of {notebook.name}", value, f"a {wanted.__name__}"
-            )
-
-
-def parse_parameters(notebook: Path, texts: Mapping[str, str]) -> dict[str, object]:
-    """Values from a command line, each read as the type of the notebook's default."""
-    declared, values = inspect_notebook(notebook), {}
-    for name, text in texts.items():
-        default = ast.literal_eval(declared[name]["default"]) if name in declared else ""
-        is_number = isinstance(default, int) and re.fullmatch(r"0|-?[1-9]\d*", text)
-        values[name] = int(text) if is_number else text
-    return values
 
 
 def execute(run: Run) -> Path:
@@ -114,43 +82,13 @@ def execute(run: Run) -> Path:
     for folder in (RUNS, WORK):
         folder.mkdir(parents=True, exist_ok=True)
     page.unlink(missing_ok=True)
-    output.unlink(missing_ok=True)
-    check_parameters(run.notebook, run.parameters)
-    command = [
-        sys.executable, "-m", "papermill", str(run.notebook), str(output),
-        "--parameters_yaml", json.dumps(dict(run.parameters)), "--cwd", str(NOTEBOOKS),
-        "--no-progress-bar", "--execution-timeout", str(CELL_TIMEOUT_S), "--start-timeout", "120",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise NotebookError(
-            f"exit status of {run.name}", done.returncode, f"0\n{_end(done.stderr)}"
-        )
-    book = nbformat.read(output, as_version=4)
-    check_finished(run.name, book)
+    book = run_notebook(run.notebook, output, run.parameters, CELL_TIMEOUT_S)
     if run.parameters.get("report"):
         read_report(ROOT / str(run.parameters["report"]))
     _dress(book, run.title)
     nbformat.write(book, output)
     os.replace(output, page)
     return page
-
-
-def _end(text: str, num_lines: int = 30) -> str:
-    return "\n".join(text.strip().splitlines()[-num_lines:])
-
-
-def check_finished(name: str, book: nbformat.NotebookNode) -> None:
-    """**Raises:** NotebookError unless every cell with code was executed and none failed."""
-    if book.metadata.get("papermill", {}).get("exception"):
-        raise NotebookError(f"run of {name}", "an exception", "no exception")
-    for index, cell in enumerate(book.cells):
-        if cell.cell_type != "code" or not cell.source.strip():
-            continue
-        if cell.execution_count is None:
-            raise NotebookError(f"cell {index} of {name}", "never executed", "every cell executed")
-        if any(output.output_type == "error" for output in cell.outputs):
-            raise NotebookError(f"cell {index} of {name}", "an error", "no error")
 
 
 def _dress(book: nbformat.NotebookNode, title: str | None) -> None:

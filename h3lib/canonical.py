@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -32,10 +32,20 @@ def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
     return tensors
 
 
-def canonical_file_name(question: Mapping[str, object]) -> str:
-    """A file name for the answer to `question`: everything that the canonical values depend on."""
+def canonical_file(
+    folder: Path, question: Mapping[str, object], compute: Callable[[], Iterable[Record]]
+) -> tuple[Path, bool]:
+    """The file in `folder` that answers `question`, and whether it was there already.
+
+    The question is everything that the canonical values depend on; it names the file.
+    """
     text = json.dumps(question, sort_keys=True, default=str)
-    return f"canonical-{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = folder / f"canonical-{name}.safetensors"
+    if path.exists():
+        return path, True
+    save_canonical(canonical_tensors(compute()), path)
+    return path, False
 
 
 def save_canonical(tensors: Mapping[Key, Tensor], path: str | Path) -> None:

@@ -1,26 +1,31 @@
-"""The command line: `h3lib run`, `generate`, `checkpoint`, `layouts`, `verify`, `bench`, `faults`.
-"""
+"""The command line: `h3lib run`, `generate`, `checkpoint`, `sweep`, `explain`, `doctor`, ..."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
 from pathlib import Path
 
-import torch
-
-from h3lib.contract import SIZES, CheckpointError, H3Error, LayoutError, ReportError, model_size
+from h3lib.contract import (
+    SIZES,
+    BackendError,
+    CheckpointError,
+    H3Error,
+    ReportError,
+    model_size,
+)
+from h3lib.doctor import PROBLEM, examine, verdicts
+from h3lib.explain import explain
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
-from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
 from h3lib.model.released import FILE_STEM
+from h3lib.parallel.launch import LAUNCHERS
 from h3lib.rank import EQUAL, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
 
 INTERRUPTED = 130
-_RANK_BYTES = 400 * 2**20  # one CPU rank of size tiny, resident, torch 2.13
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,6 +39,17 @@ def main(arguments: list[str] | None = None) -> None:
         "layouts", help="list the layouts that this machine can run, and why not the rest"
     )
     layouts.set_defaults(main=_layouts)
+    explain = commands.add_parser(
+        "explain", help="per op: the kernel of each back end on this machine, its order, and why"
+    )
+    explain.add_argument("--op", help="one op in full, e.g. linear_forward")
+    explain.set_defaults(main=_explain)
+    doctor = commands.add_parser(
+        "doctor", help="examine this machine; exit status 1 if something would break a run"
+    )
+    doctor.add_argument("--out", type=Path, metavar="FILE.json", help="all of it, as JSON")
+    doctor.set_defaults(main=_doctor)
+    _add_sweep(commands)
     verify = commands.add_parser("verify", help="check reports; refuse incomplete ones")
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
@@ -41,6 +57,13 @@ def main(arguments: list[str] | None = None) -> None:
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
     bench.add_argument("what", choices=("kernels", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
+    bench.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("rowwise", "gemm", "attention", "block"),
+        metavar="PART",
+        help="rowwise, gemm, attention, block; all if left out",
+    )
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -79,6 +102,16 @@ def _add_generate(commands) -> None:
         "--points", type=int, default=5, metavar="N", help="grid points; N - 1 steps (default 5)"
     )
     parser.set_defaults(main=_run)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    try:
+        for line in explain(options.op):
+            print(line)
+    except BackendError as error:
+        print(f"h3lib: {error}", file=sys.stderr)
+        return REFUSED
+    return EQUAL
 
 
 def _add_checkpoint(commands) -> None:
@@ -152,14 +185,19 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         "--backend", default="eager", help="eager, the contract's order in plain PyTorch; or triton"
     )
     parser.add_argument(
-        "--transport",
-        help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
-    )
-    parser.add_argument(
         "--canonical",
         metavar="FOLDER",
         help="keep the canonical values there, and take them from there if an earlier run of the "
         "same commit, inputs, device and software left them (the report says which)",
+    )
+    parser.add_argument(
+        "--transport",
+        help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
+    )
+    parser.add_argument(
+        "--launcher",
+        default="local",
+        help=f"{' or '.join(LAUNCHERS)}: ranks on this machine, or on the nodes of this Slurm job",
     )
     parser.add_argument("--out", required=True, metavar="FILE.json")
 
@@ -191,20 +229,38 @@ def _faults(options: argparse.Namespace) -> int:
         return REFUSED
 
 
+def _add_sweep(commands) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="run a grid of layouts, rows and seeds, each cell an executed notebook",
+        description="Cells that are finished are skipped: same notebook, parameters, package and "
+        "environment. Exit status: 0 all equal, 1 some differ, else 3 some failed, else 2 some "
+        "unsupported, 130 interrupted.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="e.g. env/slurm/grid.yaml")
+    parser.add_argument("--cell", type=int, help="only this cell, counted from 0: a job array")
+    parser.add_argument("--jobs", type=int, help="at most so many cells at once")
+    parser.add_argument("--count", action="store_true", help="print the number of cells and end")
+    parser.set_defaults(main=_sweep)
+
+
 def _run(options: argparse.Namespace) -> int:
-    fields = {key: value for key, value in vars(options).items() if key not in ("command", "main")}
-    return run(Request(**fields))
+    fields = dict(vars(options))
+    launcher = [fields.pop(key) for key in ("command", "main", "launcher")][-1]
+    return run(Request(**fields), launcher)
 
 
 def _bench(options: argparse.Namespace) -> int:
     try:
         require_cuda()
         if options.what == "collectives":
-            from h3lib.bench.collectives import bench_collectives as measure
-        else:
-            from h3lib.bench.kernels import bench_kernels as measure  # needs Triton: not above
+            from h3lib.bench.collectives import bench_collectives
 
-        measure(options.out)
+            bench_collectives(options.out)
+        else:
+            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+
+            bench_kernels(options.out, options.parts or PARTS)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
@@ -227,35 +283,30 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _layouts(options: argparse.Namespace) -> int:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = max(1, memory // _RANK_BYTES)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     print(f"{'layout':<16}{'ranks':>6}  cpu                            cuda")
-    for layout in _known_layouts():
-        cpu = "yes" if layout.num_ranks <= room else f"no: memory for {room} ranks"
-        if not gpus:
-            cuda = "no: no CUDA device"
-        else:
-            shared = -(-layout.num_ranks // gpus)
-            cuda = "yes" if shared == 1 else f"yes: {shared} ranks share a GPU"
-        print(f"{layout.name:<16}{layout.num_ranks:>6}  {cpu:<30} {cuda}")
+    for verdict in verdicts():
+        print(f"{verdict.layout:<16}{verdict.ranks:>6}  {verdict.cpu:<30} {verdict.cuda}")
     return EQUAL
 
 
-def _known_layouts() -> list[Layout]:
-    found = []
-    for cp in CP_DEGREES:
-        for tp in TP_DEGREES:
-            for sp in (False, True) if tp > 1 else (False,):
-                found.append(Layout(tp, cp, sp))
-                for local in (2, 4, 8):
-                    try:
-                        layout = Layout(tp, cp, sp, local)
-                    except LayoutError:
-                        continue
-                    if layout.num_nodes > 1:
-                        found.append(layout)
-    return sorted(found, key=lambda layout: layout.num_ranks)
+def _doctor(options: argparse.Namespace) -> int:
+    found = examine()
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    for check in found["checks"]:
+        why = f"  ({check['why']})" if check["why"] else ""
+        print(f"{check['verdict']:<9}{check['name']:<22}{check['found']}{why}")
+    layouts = found["layouts"]
+    cpu, cuda = (sum(verdict[kind].startswith("yes") for verdict in layouts) for kind in DEVICES)
+    print(f"layouts: of {len(layouts)}, {cpu} run on the CPU, {cuda} on GPUs; see h3lib layouts")
+    print(f"environment {found['digest']}")
+    return int(any(check["verdict"] == PROBLEM for check in found["checks"]))
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from h3lib.sweep import sweep  # needs papermill and rich, which run does not
+
+    return sweep(options.file, options.cell, options.jobs, options.count)
 
 
 if __name__ == "__main__":

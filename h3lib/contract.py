@@ -13,6 +13,7 @@ Standard library only: everything above this file may import it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 CONTRACT_ID = "h3-parallel-v1"
@@ -175,16 +176,19 @@ class RowUnits:
 
     def sequence_unit_rows(self, units: range) -> range:
         """Rows of a run of sequence units."""
-        return self._span(units, self.sequence_unit_blocks)
+        return _unit_rows(self, units, RowUnits.sequence_unit_blocks)
 
     def row_unit_rows(self, units: range) -> range:
         """Rows of a run of row units."""
-        return self._span(units, self.row_unit_blocks)
+        return _unit_rows(self, units, RowUnits.row_unit_blocks)
 
-    def _span(self, units: range, blocks_of) -> range:
-        if not units:
-            return range(0)
-        return self.block_rows(range(blocks_of(units[0]).start, blocks_of(units[-1]).stop))
+
+@functools.lru_cache(maxsize=4096)
+def _unit_rows(rows: RowUnits, units: range, blocks_of) -> range:
+    """Kept: every launch of a row fold asks for them."""
+    if not units:
+        return range(0)
+    return rows.block_rows(range(blocks_of(rows, units[0]).start, blocks_of(rows, units[-1]).stop))
 
 
 @dataclass(frozen=True)

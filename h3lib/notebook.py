@@ -22,9 +22,11 @@ from matplotlib.axes import Axes
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from h3lib.contract import PUBLISHED, SIZES, H3Error, ReportError
+from h3lib.doctor import fingerprint_digest
 from h3lib.layout import Layout, Ownership
 from h3lib.model.trace import KINDS
-from h3lib.parallel.launch import die_with_parent
+from h3lib.ops.backend import BACKENDS
+from h3lib.parallel.launch import LAUNCHERS, die_with_parent
 from h3lib.report import PHASES, read_report
 from h3lib.request import DEVICES
 
@@ -39,6 +41,14 @@ class ParameterError(H3Error, ValueError):
     """A parameter of a notebook that does not exist, or has a type or value it cannot have."""
 
 
+class RunRefused(ReportError):
+    """`h3lib run` refused what it was asked for: unsupported or invalid."""
+
+
+class RunFailed(ReportError):
+    """A rank of `h3lib run` failed, was killed, or was late."""
+
+
 def _integer(least: int) -> tuple[Callable[[object], bool], str]:
     def accepts(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -49,6 +59,10 @@ def _integer(least: int) -> tuple[Callable[[object], bool], str]:
 def _one_of(names: Iterable[str]) -> tuple[Callable[[object], bool], str]:
     names = tuple(names)
     return lambda value: isinstance(value, str) and value in names, ", ".join(names)
+
+
+def _new_file(value: object) -> bool:
+    return isinstance(value, str) and (not value or (ROOT / value).parent.is_dir())
 
 
 def _path(value: object) -> bool:
@@ -69,8 +83,12 @@ CHECKS = {
     "size": _one_of(SIZES),
     "rows": _integer(1),
     "device": _one_of(DEVICES),
+    "backend": _one_of(BACKENDS),
     "seed": _integer(0),
     "report": (_path, "the path of a report in this repository, or nothing"),
+    "layouts": (lambda value: isinstance(value, str), "the start of layout names, or nothing"),
+    "launcher": _one_of(LAUNCHERS),
+    "out": (_new_file, "the path of a new file in a folder that exists, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
     "measured": _MEASURED,
     "traffic": _MEASURED,
@@ -137,14 +155,17 @@ def report_path(p: SimpleNamespace) -> Path:
     """Where the report of these parameters is: the given file, or the file that a run writes."""
     if p.report:
         return ROOT / p.report
-    name = f"{p.layout}_{p.size}_{p.rows}_{p.device}_{p.seed}.json"
+    if p.out:
+        return ROOT / p.out
+    name = f"{p.layout}_{p.size}_{p.rows}_{p.device}_{p.backend}_{p.seed}.json"
     return ROOT / "build" / "notebooks" / name
 
 
 def obtain_report(p: SimpleNamespace) -> dict:
     """The report `p.report`, or that of a new `h3lib run` of p's layout, size, rows and device.
 
-    **Raises:** ReportError if the run fails, the report is not whole, or it is of another layout.
+    **Raises:** RunRefused or RunFailed for a run without a verdict; ReportError if the report is
+    not whole or of another layout.
     """
     path = report_path(p)
     if not p.report:
@@ -159,16 +180,15 @@ def obtain_report(p: SimpleNamespace) -> dict:
 def _run(p: SimpleNamespace, path: Path) -> None:
     options = {
         "layout": p.layout, "size": p.size, "rows": p.rows, "device": p.device,
-        "weights": f"synthetic:{p.seed}", "out": path,
+        "backend": p.backend, "weights": f"synthetic:{p.seed}", "launcher": p.launcher, "out": path,
     }  # fmt: skip
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "h3lib.cli", "run", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
     print(done.stdout, end="")
     if done.returncode not in (0, 1):
-        raise ReportError(
-            "h3lib run", f"status {done.returncode}: {done.stderr.strip()}", "a report"
-        )
+        error = RunRefused if done.returncode == 2 else RunFailed
+        raise error("h3lib run", f"status {done.returncode}: {done.stderr.strip()}", "a report")
 
 
 def read_measured(path: str) -> dict:
@@ -226,13 +246,14 @@ def control_table(report: dict) -> pd.DataFrame:
     )
 
 
-def show(table: pd.DataFrame) -> HTML:
-    """A table that scrolls sideways on a narrow screen."""
+def show(table: pd.DataFrame, wrap: bool = False) -> HTML:
+    """A table that scrolls sideways on a narrow screen, over the digest of the environment."""
     html = table.to_html(
-        index=False, border=0, classes="table h3-table", justify="left",
+        index=False, border=0, classes="table h3-table" + " h3-wrap" * wrap, justify="left",
         formatters={c: "{:,}".format for c in table.select_dtypes("integer").columns},
     )  # fmt: skip
-    return HTML(f'<div style="overflow-x: auto">{html}</div>')
+    place = f'<p class="h3-environment">environment {fingerprint_digest()}</p>'
+    return HTML(f'<div style="overflow-x: auto">{html}</div>{place}')
 
 
 def plot_timings(report: dict, ax: Axes) -> None:

@@ -22,12 +22,7 @@ from pathlib import Path
 
 import torch
 
-from h3lib.canonical import (
-    CanonicalFile,
-    canonical_file_name,
-    canonical_tensors,
-    save_canonical,
-)
+from h3lib.canonical import CanonicalFile, canonical_file
 from h3lib.compare import Difference, compare_record, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
@@ -36,12 +31,20 @@ from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
-from h3lib.parallel.gloo import GlooWorld, local_world_size, require_same, world_size
+from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.levels import Levels, transports_of
 from h3lib.parallel.mesh import build_mesh, mesh_groups
+from h3lib.parallel.place import RankPlace, own_place
 from h3lib.parallel.shard import SeqShard
-from h3lib.report import PHASES, SCHEMA_VERSION, environment, machine_names, write_report
+from h3lib.report import (
+    PHASES,
+    SCHEMA_VERSION,
+    environment,
+    fingerprint,
+    machine_names,
+    write_report,
+)
 from h3lib.request import Request
 
 EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
@@ -50,8 +53,13 @@ EQUAL, DIFFERENT, REFUSED, FAILED = 0, 1, 2, 3
 class RankRun:
     """The phases of a run on one rank, each timed; every rank goes through all of them."""
 
-    def __init__(self, request: Request, progress: Callable[[str], None] = lambda phase: None):
-        self.request, self.progress = request, progress
+    def __init__(
+        self,
+        request: Request,
+        place: RankPlace,
+        progress: Callable[[str], None] = lambda phase: None,
+    ):
+        self.request, self.place, self.progress = request, place, progress
         self.layout, self.contract = request.parsed_layout, PUBLISHED
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.started = self.phase_started = time.monotonic()
@@ -60,9 +68,9 @@ class RankRun:
     def run(self) -> int:
         """EQUAL or DIFFERENT. **Raises:** an H3Error for everything else."""
         self.progress(self.phase)
-        if world_size() != self.layout.num_ranks:
+        if self.place.num_ranks != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
-            raise LayoutError("number of ranks", world_size(), accepted)
+            raise LayoutError("number of ranks", self.place.num_ranks, accepted)
         groups = mesh_groups(self.layout)
         transports = self._transports(groups)
         nccl = [group for group in groups if transports[group] == "nccl"]
@@ -88,7 +96,7 @@ class RankRun:
         """How each group is joined; ranks of a machine that has a GPU for each own one."""
         request, owns_gpu = self.request, False
         if request.device == "cuda":
-            owns_gpu = local_world_size() <= torch.cuda.device_count()
+            owns_gpu = self.place.local_size <= torch.cuda.device_count()
         return transports_of(self.layout, groups, request.chosen_transport, owns_gpu)
 
     def _phase(self, name: str) -> None:
@@ -104,23 +112,31 @@ class RankRun:
         request, rank = self.request, self.world.rank
         self.hosts = self.world.members.hosts
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
+        self.nodes = self.world.gather_objects(self.place.node)
+        self._check_nodes()
         self.device = request.device
         if request.device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         self.environment = environment(request.device, machine_names(self.hosts)[rank])
-        same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
-        fingerprint = {key: self.environment[key] for key in same}
-        fingerprint["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        software = fingerprint(self.environment)
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
         asked["contract"] = self.contract.id
-        require_same(self.world, {**asked, **fingerprint})
+        require_same(self.world, {**asked, **software})
         # what one process does not ask
-        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute")
-        self.question = fingerprint | {k: v for k, v in asked.items() if k not in alone}
+        alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
+        self.question = software | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
+
+    def _check_nodes(self) -> None:
+        """The ranks that the layout puts on one node are on one; a node may hold several such."""
+        for first in range(0, self.layout.num_ranks, self.layout.local_size or 1):
+            together = self.nodes[first : first + (self.layout.local_size or 1)]
+            if len(set(together)) > 1:
+                accepted = f"one node for ranks {first} to {first + len(together) - 1}"
+                raise LayoutError(f"nodes of {self.layout.name}", together, accepted)
 
     def _records(
         self, shard: SeqShard, program: Program, backward: bool = True
@@ -150,14 +166,11 @@ class RankRun:
         if self.world.rank == first:
             try:
                 folder = Path(self.request.canonical or tempfile.mkdtemp(prefix="h3lib-"))
-                path = folder / canonical_file_name(self.question)
-                reused = path.exists()
-                if not reused:
-                    shard = SeqShard.canonical(self.packed.num_rows, self.contract)
-                    program = self.request.program(self.device, canonical=True)
-                    records = self._records(shard, program)
-                    save_canonical(canonical_tensors(records), path)
-                    del records
+                shard = SeqShard.canonical(self.packed.num_rows, self.contract)
+                program = self.request.program(self.device, canonical=True)
+                path, reused = canonical_file(
+                    folder, self.question, lambda: self._records(shard, program)
+                )
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
         try:
@@ -229,6 +242,7 @@ class RankRun:
             "layout": layout.name,
             "num_ranks": layout.num_ranks,
             "local_size": layout.local_size or layout.num_ranks,
+            "nodes": self.nodes,
             "ranks_per_gpu": -(-per_host // torch.cuda.device_count()) if on_gpu else None,
             "size": request.size,
             "rows": self.packed.num_rows,
@@ -274,52 +288,55 @@ def _digest_of(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def run_rank(request: Request, progress: Callable[[str], None] = lambda phase: None) -> int:
+def run_rank(
+    request: Request, place: RankPlace, progress: Callable[[str], None] = lambda phase: None
+) -> int:
     """Run this rank to its status; an error is one line on stderr, a traceback if unforeseen."""
-    watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s])
+    watchdog = threading.Timer(request.timeout_s, _late, [request.timeout_s, place.rank])
     watchdog.daemon = True
     watchdog.start()
     try:
-        if os.environ.get("RANK", "0") == "0":
+        if place.rank == 0:
             request.remove_old_report()
         request.check()
-        return RankRun(request, progress).run()
-    except PeerError as error:
-        status, message = FAILED, str(error)
-    except ReportError as error:
+        return RankRun(request, place, progress).run()
+    except (PeerError, ReportError) as error:
         status, message = FAILED, str(error)
     except H3Error as error:
         status, message = REFUSED, str(error)
-    except Exception:
-        status, message = FAILED, traceback.format_exc()
-    print(f"h3lib: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
+    except Exception as error:
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        short = short or "can't allocate memory" in str(error)  # what the CPU allocator says
+        status, message = FAILED, f"out of memory: {error}" if short else traceback.format_exc()
+    print(f"h3lib: rank {place.rank}: {message}", file=sys.stderr, flush=True)
     return status
 
 
-def _late(timeout_s: float) -> None:
-    print(
-        f"h3lib: rank {os.environ.get('RANK', 0)}: no end after {timeout_s:g} s",
-        file=sys.stderr,
-        flush=True,
-    )
+def _late(timeout_s: float, rank: int) -> None:
+    print(f"h3lib: rank {rank}: no end after {timeout_s:g} s", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
 def main() -> None:
-    """`python -m h3lib.rank REQUEST_JSON SCRATCH`: a rank started by `h3lib run`.
+    """`python -m h3lib.rank REQUEST_JSON [SCRATCH]`: a rank started by `h3lib run`.
 
-    The status goes to a file in SCRATCH, since torchrun tells only success from failure.
+    srun passes the status on. torchrun tells only success from failure: there the status goes to a
+    file in SCRATCH.
     """
+    request, place = Request(**json.loads(sys.argv[1])), own_place()
+    if place.launcher == "srun":
+        status = run_rank(request, place)
+        sys.stdout.flush()
+        os._exit(status)
     die_with_launcher()
-    request, scratch = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    rank = os.environ["RANK"]
+    scratch = Path(sys.argv[2])
 
     def progress(phase: str) -> None:
-        if rank == "0":
+        if place.rank == 0:
             (scratch / "phase").write_text(phase)
 
-    status = run_rank(request, progress)
-    (scratch / f"status-{rank}").write_text(str(status))
+    status = run_rank(request, place, progress)
+    (scratch / f"status-{place.rank}").write_text(str(status))
     sys.stdout.flush()
     os._exit(0 if status in (EQUAL, DIFFERENT) else 1)
 

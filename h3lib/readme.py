@@ -1,4 +1,4 @@
-"""The results table of the README, written from the report files between two markers.
+"""The results tables of the README, written from the report files between markers.
 
 python -m h3lib.readme           write it
 python -m h3lib.readme --check   exit status 1 if it is not what reports/ says
@@ -17,22 +17,40 @@ from h3lib.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: python -m h3lib.readme -->", "<!-- /results -->"
+MODEL_START, MODEL_END = "<!-- model: python -m h3lib.readme -->", "<!-- /model -->"
 _SIZES = ("tiny", "small", "full")
 _SAME_RUN = ("layout", "local_size", "size", "rows", "device", "backend")
+_SAME_PROGRAM = ("blocks", "recompute", "points")
 
 
 def layout_reports(*folders: Path | str) -> list[dict]:
-    """The reports of `h3lib run` in folders and below, by device, size, rows, ranks and layout.
+    """The reports of `h3lib run` of one block, by device, size, rows, ranks and layout.
 
-    A report takes the place of one of the same run in an earlier folder. Other JSON files
-    (benchmarks) are passed over.
+    They are looked for in folders and below. A report takes the place of one of the same run in an
+    earlier folder. Other JSON files (benchmarks) are passed over.
 
     **Raises:** ReportError for one that is not whole.
     """
+    return [report for report in _newest(*folders) if not is_of_model(report)]
+
+
+def model_reports(*folders: Path | str) -> list[dict]:
+    """The same of the whole model and of generations; generations last."""
+    reports = [report for report in _newest(*folders) if is_of_model(report)]
+    return sorted(reports, key=lambda report: "points" in report)
+
+
+def is_of_model(report: dict) -> bool:
+    """Whether a report is of more than one block alone."""
+    return report.get("blocks", 1) > 1 or "points" in report
+
+
+def _newest(*folders: Path | str) -> list[dict]:
     newest = {}
     for report in every_layout_report(*folders):
         same = tuple(report[key] for key in _SAME_RUN)
-        newest[*same, *report["digests"].values()] = report
+        program = tuple(report.get(key) for key in _SAME_PROGRAM)
+        newest[*same, *program, *report["digests"].values()] = report
     return sorted(
         newest.values(),
         key=lambda r: (
@@ -81,6 +99,18 @@ def result_line(report: dict) -> dict[str, str]:
     }
 
 
+def model_line(report: dict) -> dict[str, str]:
+    """What a report of the model says; what ran is in the second cell."""
+    line, points = result_line(report), report.get("points")
+    if points is not None:
+        what = f"generation, {points - 1} steps, and its replay"
+    else:
+        again = ", blocks computed again" if report["recompute"] else ""
+        what = f"forward and backward{again}"
+    blocks = {"what": what, "blocks": str(report["blocks"])}
+    return {"layout": line.pop("layout"), **blocks, **line}
+
+
 def markdown_table(lines: Sequence[dict[str, str]]) -> str:
     """Lines with one set of keys as a Markdown table."""
     if not lines:
@@ -89,18 +119,19 @@ def markdown_table(lines: Sequence[dict[str, str]]) -> str:
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
-def with_results(readme: str, table: str) -> str:
+def with_results(readme: str, table: str, start: str = START, end: str = END) -> str:
     """The README's text with this table between the markers."""
-    before, rest = readme.split(START)
-    return f"{before}{START}\n{table}{END}{rest.split(END)[1]}"
+    before, rest = readme.split(start)
+    return f"{before}{start}\n{table}{end}{rest.split(end)[1]}"
 
 
 def main(arguments: Sequence[str]) -> int:
     path = ROOT / "README.md"
     old = path.read_text()
-    new = with_results(
-        old, markdown_table([result_line(r) for r in layout_reports(ROOT / "reports")])
-    )
+    folder = ROOT / "reports"
+    new = with_results(old, markdown_table([result_line(r) for r in layout_reports(folder)]))
+    of_model = markdown_table([model_line(r) for r in model_reports(folder)])
+    new = with_results(new, of_model, MODEL_START, MODEL_END)
     if list(arguments) == ["--check"]:
         if new != old:
             print("README.md: results differ from reports/; run python -m h3lib.readme")

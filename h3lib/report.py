@@ -6,11 +6,8 @@ by the ranks, and the control, where it is applicable, differs. Host names appea
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import jsonschema
 import numpy
 import torch
 
+from h3lib import provenance
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
 from h3lib.layout import Layout, Ownership
 from h3lib.model.generation import REPLAY, first_different_step, make_program
@@ -109,6 +107,7 @@ REPORT_SCHEMA = _object(
     },
     {
         "transports": {"type": "array", "items": {"enum": ["gloo", "nccl", "peer"]}},
+        "nodes": {"type": "array", "items": _COUNT},  # by rank, as the launcher counts them
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
@@ -162,6 +161,8 @@ def _check_place(report: dict) -> Ownership:
     accepted = (layout.num_ranks, layout.local_size or layout.num_ranks)
     if ranks != accepted:
         raise ReportError(f"ranks and local size of {layout.name}", ranks, accepted)
+    if len(report.get("nodes", range(layout.num_ranks))) != layout.num_ranks:
+        raise ReportError(f"nodes of {layout.name}", report["nodes"], "one for each rank")
     return owner
 
 
@@ -245,63 +246,26 @@ def write_report(report: dict, path: Path | str) -> None:
 
 def environment(device: str, machine: str) -> dict:
     """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
-    on_gpu = device == "cuda"
-    driver = (
-        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if on_gpu
-        else None
-    )
     return {
-        "git_commit": git_commit(),
-        "git_dirty": git_dirty(),
-        "device_name": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
-        "driver": driver.splitlines()[0] if driver else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "numpy": numpy.__version__,
+        "git_commit": provenance.git_commit(),
+        "git_dirty": provenance.git_dirty(),
+        "device_name": provenance.device_name(device),
+        "driver": provenance.driver_version() if device == "cuda" else None,
+        **provenance.versions("python", "torch", "triton", "numpy"),
         "machine": machine,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": provenance.date(),
     }
 
 
-def git_commit() -> str | None:
-    """The commit that this package was checked out from, None without a repository."""
-    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-
-
-def git_dirty() -> bool | None:
-    """Whether that checkout has changes of its own, None without a repository."""
-    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
-    return None if status is None else bool(status)
+def fingerprint(where: dict) -> dict:
+    """What must be the same on every rank for the same bits, from its `environment`."""
+    same = ("git_commit", "device_name", "driver", "python", "torch", "triton", "numpy")
+    return {key: where[key] for key in same} | {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability()
+    }
 
 
 def machine_names(hosts: list[str]) -> list[str]:
     """node-a, node-b, ... for host names, in the order in which they first appear."""
     order = list(dict.fromkeys(hosts))
     return [f"node-{chr(ord('a') + i) if i < 26 else i}" for i in map(order.index, hosts)]
-
-
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

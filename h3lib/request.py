@@ -22,7 +22,7 @@ from h3lib.model.program import Program
 from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.levels import TRANSPORTS
-from h3lib.report import git_commit, git_dirty
+from h3lib.provenance import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -60,8 +60,8 @@ class Request:
     local_size: int | None = None
     timeout_s: float = 600.0
     backend: str = "eager"
-    transport: str | None = None
     canonical: str | None = None
+    transport: str | None = None
 
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""

@@ -1,4 +1,4 @@
-"""`h3lib run` on this machine: start the ranks, watch them, and turn what happened into a status.
+"""`h3lib run`: start the ranks, watch them, and turn what happened into a status.
 
 0 all bytes equal, 1 some differ, 2 unsupported or invalid request, 3 a rank failed or timed out.
 """
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
 import tempfile
 from dataclasses import asdict
@@ -14,34 +16,66 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from h3lib.contract import H3Error, PeerError
-from h3lib.parallel.gloo import launched
-from h3lib.parallel.launch import run_ranks
+from h3lib.contract import H3Error, PeerError, ReportError
+from h3lib.parallel.launch import LAUNCHERS, run_ranks, run_step
+from h3lib.parallel.place import own_place
 from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED, run_rank
 from h3lib.report import PHASES, read_report
-from h3lib.request import Request
+from h3lib.request import Request, RequestError
 
 _LOG_LINES = 15
 
 
-def run(request: Request) -> int:
+def run(request: Request, launcher: str = "local") -> int:
     """Run a request to its exit status; as one rank if this process was started as one.
 
     A report of an earlier run at the same place is removed first, so that what is there afterwards
-    is of this run.
+    is of this run. Launcher `local` starts the ranks here, `srun` on this Slurm allocation's nodes.
     """
-    if launched():
-        return run_rank(request)
+    try:
+        place = own_place()
+    except PeerError as error:
+        return _say(FAILED, str(error))
+    if place is not None:
+        status = run_rank(request, place)
+        if place.rank == 0 and status in (EQUAL, DIFFERENT):
+            _summary(request)
+        return status
     try:
         request.remove_old_report()
         request.check()
+        _check_launcher(launcher)
     except H3Error as error:
         return _say(REFUSED, str(error))
     with tempfile.TemporaryDirectory(prefix="h3lib-run-") as folder:
-        status = _start(request, Path(folder))
+        status = (_start if launcher == "local" else _start_step)(request, Path(folder))
     if status in (EQUAL, DIFFERENT):
         _summary(request)
     return status
+
+
+def _check_launcher(launcher: str) -> None:
+    """**Raises:** RequestError for a launcher that is unknown, or srun where there is no Slurm."""
+    if launcher not in LAUNCHERS:
+        raise RequestError("launcher", launcher, ", ".join(LAUNCHERS))
+    if launcher == "srun" and (shutil.which("srun") is None or "SLURM_JOB_ID" not in os.environ):
+        raise RequestError("launcher", launcher, "local: this is no allocation of Slurm")
+
+
+def _start_step(request: Request, scratch: Path) -> int:
+    """The ranks as a step of Slurm; only a report that says the same makes 0 or 1 of its status."""
+    layout, log, arguments = request.parsed_layout, scratch / "log", [json.dumps(asdict(request))]
+    try:
+        code = run_step(
+            "h3lib.rank", arguments, layout.num_ranks, layout.local_size, request.timeout_s, log
+        )
+        if code in (EQUAL, DIFFERENT) and read_report(request.out)["equal"] == (code == EQUAL):
+            return code
+    except (PeerError, ReportError) as error:
+        _say(FAILED, _tail(log))
+        return _say(FAILED, str(error))
+    _say(FAILED, _tail(log))
+    return code if code == REFUSED else FAILED
 
 
 def _start(request: Request, scratch: Path) -> int:
@@ -73,8 +107,21 @@ def _start(request: Request, scratch: Path) -> int:
 
 
 def _tail(log: Path) -> str:
-    """What the ranks said themselves, tracebacks too; else which ranks torchrun saw end."""
+    """Which ranks were killed, what the ranks said themselves, else which torchrun saw end."""
     lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([*_killed("\n".join(lines)), _words(lines)])
+
+
+def _killed(text: str) -> list[str]:
+    """Ranks that a signal ended before any other: their peers only say that a peer is gone."""
+    ranks = re.findall(r"failed \(exitcode: -9\) local_rank: (\d+)", text)
+    srun = r"^srun: error: \S+: tasks? ([\d,-]+): (?:Killed|Out Of Memory)"
+    ranks += re.findall(srun, text, re.M)
+    why = "as Linux does when memory runs out"
+    return [f"h3lib: rank {rank} was killed by signal 9, {why}" for rank in dict.fromkeys(ranks)]
+
+
+def _words(lines: list[str]) -> str:
     own = list(dict.fromkeys(line for line in lines if line.startswith("h3lib: ")))
     if own and not own[0].endswith("Traceback (most recent call last):"):
         return "\n".join(own[:_LOG_LINES])

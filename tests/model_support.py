@@ -24,14 +24,18 @@ def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
     """The oracle, with the given weights and their dtypes."""
     with torch.device("meta"):
         model = MiniMaxH3Transformer3DModel(**{name: getattr(size, name) for name in CONFIG})
-    model.rope = type(model.rope)(size.rope_freq_dim, size.rope_theta)  # its buffer is not stored
+    device = next(iter(weights.values())).device
+    rope = type(model.rope)(size.rope_freq_dim, size.rope_theta)
+    model.rope = rope.to(device)  # its buffer is not stored
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_()
 
 
-def weights_in(size: ModelSize, dtype: torch.dtype, seed: int = 3) -> dict[str, torch.Tensor]:
+def weights_in(
+    size: ModelSize, dtype: torch.dtype, seed: int = 3, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Synthetic weights; the FP32 ones in the accumulator of `dtype`, the others in `dtype`."""
-    source, high = SyntheticWeights(size, seed), accumulator(torch.empty(0, dtype=dtype))
+    source, high = SyntheticWeights(size, seed, device), accumulator(torch.empty(0, dtype=dtype))
     return {
         name: source.read(name).to(high if stored == torch.float32 else dtype)
         for name, (_, stored) in parameters(size).items()

@@ -10,15 +10,18 @@ import h3lib
 ROOT = Path(h3lib.__file__).parent
 LAYERS = (  # each may import from its own layer and from those before it
     {"contract"},
-    {"layout", "rows"},
+    {"layout", "rows", "provenance"},
     {"ops"},
     {"parallel"},
     {"model"},
-    {"canonical", "compare", "report", "simulate", "request", "folders", "notebook"}
-    | {"bench", "faults"},
-    {"rank"},
+    {"canonical", "compare", "report", "simulate", "request", "folders", "explain"}
+    | {"notebook", "bench", "faults", "doctor"},
+    {"rank", "pretrained"},
     {"run"},
-    {"cli", "book", "readme", "ledger", "claims"},
+    {
+        *("cli", "book", "readme", "ledger", "claims"),
+        *("execute", "grid", "sweep", "crate"),
+    },
 )
 STANDARD_LIBRARY_ONLY = {"contract", "layout"}
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -55,7 +58,7 @@ def test_layers_import_downward_only(path):
 @pytest.mark.parametrize("part", sorted(STANDARD_LIBRARY_ONLY))
 def test_the_contract_and_layouts_need_the_standard_library_only(part):
     names = _imports(ROOT / f"{part}.py")
-    assert names <= {"__future__", "dataclasses", "re", "h3lib.contract"}
+    assert names <= {"__future__", "dataclasses", "functools", "re", "h3lib.contract"}
 
 
 def test_torch_distributed_is_used_in_parallel_only():
@@ -75,6 +78,8 @@ def test_a_module_is_read_at_one_sitting(path):
 def test_no_module_reads_the_environment_to_choose_bits():
     """Environment variables say who a rank is, never how it adds."""
     allowed = {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"}
+    allowed |= {f"SLURM_{word}" for word in ("PROCID", "NODEID", "STEP_NODELIST")}
+    allowed |= {"SLURM_JOB_ID", "SLURM_STEP_ID"}
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":

@@ -187,3 +187,52 @@ def test_tp_degree_must_divide_the_feature_units():
 def test_regions_of_a_tensor():
     assert whole((3, 4)) == ((range(3),), (range(4),))
     assert region_shape(((range(2, 4), range(8, 9)), (range(5),))) == (3, 5)
+
+
+def _staged() -> list[Layout]:
+    return [Layout(tp, cp, cp == 2, pp=pp) for tp in (1, 4) for cp in (1, 2, 3) for pp in (1, 2, 5)]
+
+
+def test_stages_have_names_that_read_back():
+    for layout in _staged():
+        assert Layout.parse(layout.name) == layout
+        assert layout.name.endswith(f"pp{layout.pp}") == (layout.pp > 1)
+    assert Layout.parse("tp4-cp2-sp-pp2-local4") == Layout(4, 2, True, 4, 2)
+    for name in ("pp2", "tp2-local2-pp2", "tp2-pp02", "pp2-tp2"):
+        with pytest.raises(LayoutError, match="layout name"):
+            Layout.parse(name)
+
+
+def test_stages_are_outermost_and_their_groups_partition_the_ranks():
+    for layout in _staged():
+        ranks = range(layout.num_ranks)
+        assert layout.num_ranks == layout.tp * layout.cp * layout.pp
+        places = {(layout.stage(r), *layout.place(r)) for r in ranks}
+        assert len(places) == layout.num_ranks
+        for rank in ranks:
+            stage, (cp_rank, tp_rank) = layout.stage(rank), layout.place(rank)
+            assert rank == (stage * layout.cp + cp_rank) * layout.tp + tp_rank
+            assert layout.pp_group(rank)[stage] == rank
+            assert layout.stage_group(rank)[rank % layout.stage_size] == rank
+            for group in (layout.tp_group(rank), layout.cp_group(rank)):
+                assert {layout.stage(member) for member in group} == {stage} and rank in group
+
+
+def test_layers_of_stages_are_contiguous_and_all_there():
+    for pp in range(1, 8):
+        parts = [Layout(pp=pp).layers(7, stage) for stage in range(pp)]
+        assert [layer for part in parts for layer in part] == list(range(7))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_stages_that_cannot_exist():
+    with pytest.raises(LayoutError, match="pp degree: received 0"):
+        Layout(pp=0)
+    with pytest.raises(LayoutError, match="pp degree: received 8; accepted: at most .* 7"):
+        Layout(pp=8).layers(7, 0)
+    for local, fits in ((4, True), (12, True), (24, True), (8, False)):
+        if fits:
+            assert Layout(4, 3, local_size=local, pp=2).num_nodes == 24 // local
+        else:  # a node would hold one stage and a part of the next
+            with pytest.raises(LayoutError, match="the 12 ranks of a stage"):
+                Layout(4, 3, local_size=local, pp=2)

@@ -37,13 +37,13 @@ def _play(layout, rows=132, layers=2, contract=PUBLISHED, program=None, **mutant
 
 
 @pytest.mark.parametrize(
-    "layout", ("tp2", "tp8-local4", "tp4-cp2-sp", "cp3", "cp8", "tp2-cp4-sp-local4")
+    "layout", ("tp2", "tp8-local4", "tp4-cp2-sp", "cp3", "tp2-cp4-sp-local4")
 )
 def test_layouts(layout):
     assert _play(layout) == set()
 
 
-@pytest.mark.parametrize("layout", ("tp1-pp2", "cp3-pp2", "tp2-cp2-sp-pp2-local2"))
+@pytest.mark.parametrize("layout", ("tp1-pp2", "tp2-cp2-sp-pp2-local2"))
 def test_two_stages(layout):
     assert _play(layout) == set()
 
@@ -72,7 +72,7 @@ def test_blocks_computed_again(layout):
     assert _play(layout, program=dataclasses.replace(_program(), recompute=True)) == set()
 
 
-@pytest.mark.parametrize("layout", ("tp4-cp2-sp", "cp5"))
+@pytest.mark.parametrize("layout", ("tp4-cp2-sp", pytest.param("cp5", marks=pytest.mark.slow)))
 def test_small_blocks_put_two_row_blocks_into_a_row_unit(layout):
     assert _play(layout, 257, contract=SMALL_BLOCKS) == set()
 
@@ -95,7 +95,7 @@ def test_rows_stored_otherwise(store):
     assert _play("tp2-cp2-sp", program=dataclasses.replace(_program(), packed=packed)) == set()
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     st.sampled_from(TP_DEGREES[:3]), st.sampled_from(CP_DEGREES[:5]), st.booleans(),
     st.integers(1, 2), st.integers(19, 70),

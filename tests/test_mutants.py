@@ -1,110 +1,60 @@
 """The check can fail: each seeded fault turns the table red, in FP32 roots where BF16 hides it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from block_support import SMALL_BLOCKS, play, red
 
+from h3lib.bench.mutants import (
+    ArrivalOrder,
+    Bf16Partials,
+    DroppedShard,
+    StartAtOwnRank,
+    Unreduced,
+    last_row_dropped,
+    on_axes,
+)
 from h3lib.compare import different_elements
 from h3lib.contract import NUM_ROW_UNITS
-from h3lib.model import context
-from h3lib.ops import gemm
+from h3lib.ops import adaln, gemm
 from h3lib.ops.tree import partial_roots
-from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.control import RingControl
 from h3lib.parallel.shard import SeqShard
-from h3lib.parallel.transport import num_roots
 
 LAYOUT, ROWS = "tp4-cp2-sp", 264
-
-
-class _FaultyCollective(TreeCollective):
-    """A two-shot collective whose sum of the received roots is `add`."""
-
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
-        start, stop = slices[self.rank]
-        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
-        return self.add(roots).to(dtype)
-
-
-class StartAtOwnRank(_FaultyCollective):
-    def add(self, roots):
-        total = torch.zeros_like(roots[0][0])
-        for step in range(self.size):
-            total = total + roots[(self.rank + step) % self.size].sum(0)
-        return total
-
-
-class ArrivalOrder(_FaultyCollective):
-    """The ranks that are last in the group arrive first."""
-
-    def add(self, roots):
-        total = torch.zeros_like(roots[0][0])
-        for part in reversed(roots):
-            total = total + part.sum(0)
-        return total
-
-
-class Unreduced(_FaultyCollective):
-    """The rank's own roots come back as if they were the sum."""
-
-    def add(self, roots):
-        return roots[self.rank].sum(0)
-
-
-class Bf16Partials(TreeCollective):
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
-        return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
-
-
-def _on_axes(fault, *axes):
-    def change(shard: SeqShard, world) -> SeqShard:
-        layout = shard.owner.layout
-        groups = {
-            "tp": layout.tp_group(shard.rank),
-            "cp": layout.cp_group(shard.rank),
-            "rows": range(layout.num_ranks),
-        }
-        faulty = {a: fault(world.connect(groups[a], shard.rank)) for a in axes}
-        return replace(shard, mesh=replace(shard.mesh, **faulty))
-
-    return change
 
 
 TP_ROOTS = {("root", name) for name in ("attn.out", "ff.out", "d.ff.in", "d.attn.in")}
 
 
 @pytest.mark.parametrize(
-    "fault", (StartAtOwnRank, ArrivalOrder, Unreduced, Bf16Partials, RingControl)
+    "fault", (StartAtOwnRank, ArrivalOrder, Unreduced, DroppedShard, Bf16Partials, RingControl)
 )
 def test_a_faulty_sum_over_tp_is_red_in_its_roots(fault):
-    assert TP_ROOTS <= red(play(LAYOUT, ROWS, change=_on_axes(fault, "tp")))
+    assert TP_ROOTS <= red(play(LAYOUT, ROWS, change=on_axes(fault, "tp")))
 
 
 @pytest.mark.parametrize("fault", (StartAtOwnRank, ArrivalOrder, Bf16Partials))
 def test_a_faulty_sum_over_many_row_ranks_is_red_in_the_norm_gradients(fault):
-    found = red(play(LAYOUT, 257, SMALL_BLOCKS, change=_on_axes(fault, "rows")))
+    found = red(play(LAYOUT, 257, SMALL_BLOCKS, change=on_axes(fault, "rows")))
     assert {("root", "norm1.weight"), ("root", "norm2.weight"), ("root", "d.adaln.m")} <= found
 
 
 def test_a_faulty_sum_over_cp_is_red_in_weight_gradients():
     """257 rows in small blocks fill every unit; 264 in published ones fill three, and with three
     leaves the reversed order is the same sum."""
-    found = red(play("cp4", 257, SMALL_BLOCKS, change=_on_axes(ArrivalOrder, "cp")))
+    found = red(play("cp4", 257, SMALL_BLOCKS, change=on_axes(ArrivalOrder, "cp")))
     weights = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
     assert {("root", f"{name}.weight") for name in weights} <= found
 
 
 def test_two_ranks_cannot_show_an_order_but_the_control_still_differs():
     """a + b = b + a: the reason why orders are tested with four ranks or more."""
-    assert red(play("tp2", ROWS, change=_on_axes(ArrivalOrder, "tp"))) == set()
-    assert TP_ROOTS <= red(play("tp2", ROWS, change=_on_axes(RingControl, "tp")))
+    assert red(play("tp2", ROWS, change=on_axes(ArrivalOrder, "tp"))) == set()
+    assert TP_ROOTS <= red(play("tp2", ROWS, change=on_axes(RingControl, "tp")))
 
 
 def test_bf16_outputs_hide_an_order_that_roots_show():
-    found = play(LAYOUT, ROWS, change=_on_axes(ArrivalOrder, "tp"))
+    found = play(LAYOUT, ROWS, change=on_axes(ArrivalOrder, "tp"))
     share = {t["kind"]: t["different"] / t["total"] for t in found if t["name"] == "attn.out"}
     assert share["root"] > 0.05
     assert share["node"] < share["root"] / 20
@@ -113,31 +63,23 @@ def test_bf16_outputs_hide_an_order_that_roots_show():
 def test_a_leaf_that_depends_on_sp_is_red(monkeypatch):
     """Under SP the slice is folded as one leaf, not by row units."""
 
-    def one_leaf(self, terms, groups=None, num_groups=1):
+    def one_leaf(terms, rows, units, groups=None, num_groups=1):
         folded = terms.new_zeros((num_groups, *terms.shape[1:]))
         for i, term in enumerate(terms):
             folded[0 if groups is None else groups[i]] += term
-        units = self.shard.row_units
         first = lambda unit: folded if unit == units.start else torch.zeros_like(folded)  # noqa: E731
         return partial_roots(first, units, NUM_ROW_UNITS)
 
     play(LAYOUT, 257, SMALL_BLOCKS)  # the canonical values are made before the fault
-    monkeypatch.setattr(context.BlockContext, "row_units", one_leaf)
+    monkeypatch.setattr(adaln, "row_unit_roots", one_leaf)
     found = red(play(LAYOUT, 257, SMALL_BLOCKS))
     assert {("root", "norm1.weight"), ("root", "norm2.weight"), ("root", "d.adaln.m")} <= found
 
 
-def test_dropping_the_last_row_is_red(monkeypatch):
-    gradient = context.BlockContext.weight_gradient
-
-    def drop(self, name, dy, x):
-        if self.shard.shard_rows.stop == self.shard.owner.rows.num_rows and len(dy):
-            dy = torch.cat((dy[:-1], torch.zeros_like(dy[-1:])))
-        gradient(self, name, dy, x)
-
+def test_dropping_the_last_row_is_red():
     play(LAYOUT, ROWS)
-    monkeypatch.setattr(context.BlockContext, "weight_gradient", drop)
-    found = red(play(LAYOUT, ROWS))
+    with last_row_dropped():
+        found = red(play(LAYOUT, ROWS))
     assert ("root", "ff.net.2.weight") in found and ("gradient", "ff.net.2.weight") in found
 
 

@@ -97,6 +97,12 @@ def test_the_kernels_page_shows_the_committed_files(folders):
     assert '"name": "stderr"' not in text
 
 
+def test_the_model_page_shows_the_committed_files(folders):
+    text = execute(Run(NOTEBOOKS / "08_model.ipynb", "page")).read_text()
+    assert "generation, 4 steps, and its replay" in text
+    assert '"name": "stderr"' not in text
+
+
 def test_the_kernels_page_refuses_a_file_of_a_run_that_did_not_end(folders):
     kernels = folders / "kernels"
     kernels.mkdir()

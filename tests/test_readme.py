@@ -38,3 +38,12 @@ def test_a_table_is_written_between_the_markers():
     new = readme.with_results(text, table)
     assert new == f"before\n{readme.START}\n{table}{readme.END}\nafter\n"
     assert readme.with_results(new, table) == new
+
+
+def test_reports_of_the_model_are_apart():
+    evidence = readme.ROOT / "reports" / "cpu"
+    lines = [readme.model_line(report) for report in readme.model_reports(evidence)]
+    assert {line["blocks"] for line in lines} == {"2"}
+    whats = [line["what"] for line in lines]
+    assert whats[-1] == "generation, 4 steps, and its replay" and "forward and backward" in whats
+    assert not any(readme.is_of_model(report) for report in readme.layout_reports(evidence))

@@ -188,6 +188,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(blow, tmp_path):
     assert process.returncode == 3, errors
     assert time.monotonic() - started < timeout + 10
     assert "h3lib: " in errors and "Traceback" not in errors.splitlines()[0]
+    assert ("was killed by signal 9" in errors) == (blow == signal.SIGKILL), errors
     assert not out.exists()
     _wait_for(lambda: not any(map(_is_rank, ranks)), 10)
 

@@ -127,7 +127,7 @@ def measure_tiles(rows: int, protocol: Protocol) -> Iterator[Row]:
             def run(i: int) -> None:
                 x, part = sets[i], slice(0, queries)
                 operands = (x.q[part], x.k, x.v, x.out[part], x.lse[part])
-                forward_launch(*operands, num_multiprocessors(x.q.device), groups).start(x.q.device)
+                forward_launch(*operands, num_multiprocessors(x.q.device), groups).start()
 
             return run
 

@@ -9,23 +9,19 @@ A check that raises is a finding that failed; `complete` is written last.
 from __future__ import annotations
 
 import argparse
-import json
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from h3lib.bench import attention_invariance as invariance
 from h3lib.bench import attention_probes as probes
-from h3lib.bench.attention_invariance import Finding, draw
-from h3lib.bench.measure import environment
+from h3lib.bench.attention_invariance import draw
+from h3lib.bench.findings import Check, write_findings
 
 ROWS = (1, 7, 63, 64, 65, 127, 128, 129, 264, 1097, 4097)
 LARGE_ROWS = (14910, 37776)
 
 
-def checks() -> dict[str, Callable[[], Iterator[Finding]]]:
+def checks() -> dict[str, Check]:
     """Every check by its name."""
     named = {}
     for rows in ROWS:
@@ -47,14 +43,6 @@ def checks() -> dict[str, Callable[[], Iterator[Finding]]]:
     return named
 
 
-def all_findings() -> Iterator[Finding]:
-    for name, check in checks().items():
-        try:
-            yield from check()
-        except Exception:  # noqa: BLE001  named in the report, and the report has not passed
-            yield Finding("raised", name, 1, 1, details={"error": traceback.format_exc()})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -66,17 +54,7 @@ def main() -> None:
     if args.digest:
         print(draw(*args.digest).digest())
         return
-    findings = []
-    for finding in all_findings():
-        findings.append(asdict(finding) | {"passed": finding.passed})
-        print(findings[-1], flush=True)
-    result = {
-        "environment": environment() | {"commit": args.commit},
-        "findings": findings,
-        "passed": all(finding["passed"] for finding in findings),
-        "complete": True,
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_findings(checks(), args.commit, args.out)
 
 
 if __name__ == "__main__":

@@ -19,44 +19,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
+from h3lib.bench.findings import INTEGERS, Finding
 from h3lib.contract import NUM_SEQUENCE_UNITS, Contract, RowUnits
 from h3lib.ops.attention import attention_delta, attention_dkv, attention_dq, attention_forward
 from h3lib.ops.hopper import attention_forward as forward_kernel
 
 CONTRACT = Contract()
-INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-@dataclass
-class Finding:
-    """One check: elements compared, elements that differ, and whether a difference is expected."""
-
-    check: str
-    case: str
-    elements: int = 0
-    different: int = 0
-    expected: str = "equal"
-    details: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.elements) and (self.different > 0) == (self.expected == "different")
-
-    def compare(self, value: Tensor, whole: Tensor) -> Finding:
-        """Bytes; two NaN are equal whatever their payload."""
-        kind = INTEGERS[whole.dtype]
-        differ = value.contiguous().view(kind) != whole.contiguous().view(kind)
-        differ &= ~(value.isnan() & whole.isnan())
-        self.elements += differ.numel()
-        self.different += int(differ.sum())
-        return self
-
 
 @dataclass
 class Whole:
@@ -196,7 +170,7 @@ def check_tiles(rows: int, heads: int) -> Iterator[Finding]:
             out, lse = torch.full_like(whole.out, torch.nan), torch.full_like(whole.lse, torch.nan)
             forward_kernel.forward_launch(
                 whole.q, whole.k, whole.v, out, lse, programs, groups
-            ).start(out.device)
+            ).start()
             yield finding.compare(out, whole.out).compare(lse, whole.lse)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from h3lib.bench.attention_invariance import CONTRACT, Finding, Whole, draw
+from h3lib.bench.attention_invariance import CONTRACT, Whole, draw
+from h3lib.bench.findings import Finding
 from h3lib.ops.attention import attention_delta, attention_dkv, attention_dq, attention_forward
 from h3lib.ops.hopper.attention_tiles import COLUMN, ROW, divide
 from h3lib.ops.hopper.compat import gl, gluon

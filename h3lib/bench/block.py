@@ -1,24 +1,27 @@
-"""The block on one GPU beside diffusers' block: `python -m h3lib.bench.block --out FILE`.
+"""The block on one GPU beside diffusers' block: `h3lib bench kernels --parts block --out FILE`.
 
-    ours     Block on the back end `triton`, a world of one, without a trace
-    theirs   diffusers' MiniMaxH3TransformerBlock, eager, autograd, BF16, the fastest of torch's
-             SDPA back ends; and the same under torch.compile
-    memory   peak allocated bytes of one forward + backward, above weights and inputs
+    ours      Block on the back end `triton`, a world of one, without a trace
+    theirs    diffusers' MiniMaxH3TransformerBlock, autograd, BF16, the fastest of torch's SDPA back
+              ends: eager, and under torch.compile
+    graph     few rows: both sides replayed as CUDA graphs; ours must give the bytes of an eager run
+    memory    peak allocated bytes of one forward + backward, above weights and inputs; on both
+              sides nothing else is allocated before, and gradients count
 
 The same weights and rows. Ratio = theirs / ours, medians of interleaved rounds; above 1 is faster.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.bench.measure import Protocol, Row, compare, medians, report
+from h3lib.bench.measure import Protocol, compare, medians
+from h3lib.compare import different_elements
 from h3lib.contract import SIZES
 from h3lib.model.block import Block
 from h3lib.model.inputs import block_inputs, block_weights
@@ -27,10 +30,14 @@ from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.shard import SeqShard
 
 ROWS = (264, 4096, 14910, 37776)
-SDPA = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "FlashAttention": SDPBackend.FLASH_ATTENTION,
-}
+GRAPH_MAX_ROWS = 264
+CUDNN, FLASH = "cuDNN", "FlashAttention"
+SDPA = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
+FLASH_MAX_ROWS = 4096  # 1.6 times cuDNN's time or more from there on (H200, 2026-11-30)
+EAGER, COMPILED = "diffusers eager", "diffusers torch.compile"
+PASSES = {"block forward": False, "block forward + backward": True}
+
+Call = Callable[..., object]
 
 
 class Case:
@@ -53,87 +60,104 @@ class Case:
                 size.time_embed_dim, size.norm_eps, size.norm_eps,
             )  # fmt: skip
         theirs.load_state_dict(weights, assign=True)
-        self.theirs = theirs.requires_grad_()
+        self.theirs = {EAGER: theirs.requires_grad_()}
+        torch._dynamo.reset()  # a module a number of rows: no limit of recompilations is met
+        self.theirs[COMPILED] = torch.compile(theirs, dynamic=False)
         given = self.given.rows
         self.rotary = tuple(torch.cat((t, t), dim=-1) for t in (given.cos, given.sin))
         self.x = self.given.x[None].clone().requires_grad_()
         self.temb = self.given.temb.clone().requires_grad_()
 
-    def our_forward(self, _: int = 0) -> None:
-        self.ours.forward(self.given.x, self.given.temb, self.given.rows)
+    def our_call(self, backward: bool) -> Call:
+        """One launch of our forward, or forward + backward."""
 
-    def our_step(self, _: int = 0) -> None:
-        self.our_forward()
-        self.ours.backward(self.given.dout)
-
-    def their_call(self, module: Callable, backend: SDPBackend, backward: bool):
-        """One launch of their forward, or forward + backward with fresh gradients."""
-
-        def call(_: int = 0) -> None:
-            with sdpa_kernel(backend), torch.set_grad_enabled(backward):
-                out = module(self.x, self.temb, self.given.rows.table_rows, self.rotary)
-            if backward:
-                for tensor in (self.x, self.temb, *self.theirs.parameters()):
-                    tensor.grad = None
-                out.backward(self.given.dout[None])
+        def call(_: int = 0) -> dict[str, Tensor]:
+            out = self.ours.forward(self.given.x, self.given.temb, self.given.rows)
+            if not backward:
+                return {"out": out}
+            found = self.ours.backward(self.given.dout)
+            return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
 
         return call
 
+    def their_call(self, name: str, sdpa: str, backward: bool) -> Call:
+        """One launch of their forward, or forward + backward."""
+        module, leaves = self.theirs[name], [self.x, self.temb, *self.theirs[EAGER].parameters()]
 
-def peak_bytes(call: Callable[[int], None]) -> int:
+        def call(_: int = 0) -> object:
+            with sdpa_kernel(SDPA[sdpa]), torch.set_grad_enabled(backward):
+                out = module(self.x, self.temb, self.given.rows.table_rows, self.rotary)
+                return torch.autograd.grad(out, leaves, self.given.dout[None]) if backward else out
+
+        return call
+
+    def fastest_sdpa(self, backward: bool, protocol: Protocol) -> str:
+        """The SDPA back end with which their eager block is fastest."""
+        if self.rows > FLASH_MAX_ROWS:
+            return CUDNN
+        calls = [self.their_call(EAGER, name, backward) for name in SDPA]
+        times = medians(calls, 1, protocol)
+        return min(zip(times, SDPA, strict=True))[1]
+
+
+def peak_bytes(call: Call) -> int:
     """Peak allocated bytes of one call above what is allocated before it."""
-    call(0)
+    call()
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    call(0)
+    call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(rows: int, protocol: Protocol, compiled: bool) -> list[Row | dict]:
-    """Forward, forward + backward and memory at one number of rows."""
-    case, found = Case(rows), []
-    modules = {"diffusers eager": case.theirs}
-    if compiled:
-        modules["diffusers torch.compile"] = torch.compile(case.theirs)
-    for op, backward in (("block forward", False), ("block forward + backward", True)):
-        ours = case.our_step if backward else case.our_forward
-        theirs = {name: case.their_call(case.theirs, b, backward) for name, b in SDPA.items()}
-        times = medians(list(theirs.values()), 1, protocol)
-        fastest = min(zip(times, theirs, strict=True))[1]
-        for against, module in modules.items():
-            call = case.their_call(module, SDPA[fastest], backward)
-            found.append(compare(op, fastest, rows, against, ours, call, 1, protocol))
-            print(found[-1], flush=True)
-        found.append(
-            {
-                "op": f"{op}, peak memory",
-                "case": fastest,
-                "rows": rows,
-                "against": "diffusers eager",
-                "ours_bytes": peak_bytes(ours),
-                "theirs_bytes": peak_bytes(theirs[fastest]),
-            }
-        )
-        print(found[-1], flush=True)
-    return found
+def check_replay(case: Case, op: str, backward: bool) -> dict[str, object]:
+    """Two replays of a CUDA graph over results full of NaN against an eager run, byte for byte."""
+    call = case.our_call(backward)
+    expected = call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    elements = different = 0
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in results.items():
+            differ = different_elements(value.reshape(-1), expected[name].reshape(-1))
+            elements, different = elements + differ.numel(), different + int(differ.sum())
+    return {
+        "op": op, "rows": case.rows, "check": "two replays of a CUDA graph against an eager run",
+        "tensors": len(results), "elements": elements, "different": different,
+        "passed": elements > 0 and different == 0,
+    }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--compile", action="store_true", help="also beside torch.compile")
-    options = parser.parse_args()
-    protocol, found = Protocol(), []
-    for rows in options.rows:
-        found += measure(rows, protocol, options.compile)
-        torch.cuda.empty_cache()
-        content = report(found, options.commit, protocol, complete=rows == options.rows[-1])
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def measure(rows: int, protocol: Protocol) -> Iterator[tuple[str, dict[str, object]]]:
+    """Times, replays and memory at one number of rows: the list that each belongs to, and it."""
+    case = Case(rows)
+    for op, backward in PASSES.items():
+        sdpa = case.fastest_sdpa(backward, protocol)
+        ours = case.our_call(backward)
+        protocols = [protocol]
+        if rows <= GRAPH_MAX_ROWS:
+            yield "replays", check_replay(case, op, backward)
+            protocols.append(protocol.under_graph())
+        for against in case.theirs:
+            theirs = case.their_call(against, sdpa, backward)
+            for each in protocols:
+                row = compare(op, f"SDPA {sdpa}", rows, against, ours, theirs, 1, each)
+                yield "measurements", asdict(row)
+            if backward:
+                our_peak, their_peak = peak_bytes(ours), peak_bytes(theirs)
+                yield "memory", {
+                    "op": op, "case": f"SDPA {sdpa}", "rows": rows, "against": against,
+                    "ours_bytes": our_peak, "theirs_bytes": their_peak,
+                    "ratio": their_peak / our_peak,
+                }  # fmt: skip

@@ -1,163 +1,49 @@
 """Products of one main block at full size beside cuBLAS: `python -m h3lib.bench.gemm speed`.
 
-Each case is one product of `model/`: the op as the block calls it, and `torch.matmul` on the same
-operands (dx of several parts: on the parts joined beforehand, the best the library can be given).
-`tiles` times every entry of every directive table, so that the tables can be judged; `bits` runs
-the checks of `gemm_bits` and `gemm_probes`.
+`speed` times every case of `gemm_cases`; `tiles` every entry of every directive table, so that the
+tables can be judged; `bits` runs the checks of `gemm_bits` and `gemm_probes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import h3lib.ops.hopper  # noqa: F401  registers back end triton
 from h3lib.bench import gemm_bits, gemm_probes
 from h3lib.bench.gemm_bits import Finding
+from h3lib.bench.gemm_cases import CASES, NUM_UNITS, Case, fp32_cases, timestep_cases
 from h3lib.bench.measure import (
     Protocol,
     Row,
     compare,
     environment,
     medians,
-    num_buffer_sets,
     report,
 )
-from h3lib.contract import RowUnits, model_size
-from h3lib.ops.adaln import timestep_chain_dw
-from h3lib.ops.gemm import linear_dx, linear_forward, row_fold_product, unit_tree_product
+from h3lib.contract import RowUnits
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
-from h3lib.ops.hopper.gemm_tree import tree_launch
+from h3lib.ops.hopper.gemm_tree import subtree_launch
 
 BITS = {check.__name__: check for check in (*gemm_bits.CHECKS, *gemm_probes.PROBES)}
-NUM_UNITS = 8
 ROWS = (264, 4096, 14910, 37776)
 GRAPH_MAX_ROWS = 264
-MATMUL = "torch.matmul"
-SIZE = model_size("full")
-D, A, F, E = SIZE.hidden_size, SIZE.inner_dim, SIZE.ffn_dim, SIZE.time_embed_dim
-
-Operands = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One product: `make(rows)` draws operands, `ours` and `theirs` multiply them."""
-
-    op: str
-    name: str
-    make: Callable[[int], Operands]
-    ours: Callable[..., object]
-    theirs: Callable[..., object]
-    against: str = MATMUL
-
-    def sets(self, rows: int) -> list[Operands]:
-        first = self.make(rows)
-        num_bytes = sum(t.numel() * t.element_size() for t in first)
-        return [first, *(self.make(rows) for _ in range(num_buffer_sets(num_bytes) - 1))]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
-
-
-def forward_case(name: str, k: int, n: int) -> Case:
-    return Case(
-        "linear_forward", name, lambda t: (random(t, k), random(n, k)),
-        lambda x, w: linear_forward(x, w, backend="triton"), lambda x, w: torch.matmul(x, w.T),
-    )  # fmt: skip
-
-
-def dx_case(name: str, n: int, k: int) -> Case:
-    return Case(
-        "linear_dx", name, lambda t: (random(t, n), random(n, k)),
-        lambda dy, w: linear_dx(dy, w, backend="triton"), torch.matmul,
-    )  # fmt: skip
-
-
-def tree_forward_case(name: str, k: int, n: int) -> Case:
-    def ours(x: Tensor, w: Tensor) -> Tensor:
-        return unit_tree_product([(x, w.T)], NUM_UNITS, torch.bfloat16, backend="triton")
-
-    return Case("unit_tree_product", name, lambda t: (random(t, k), random(n, k)), ours,
-                lambda x, w: torch.matmul(x, w.T))  # fmt: skip
-
-
-def tree_dx_case(name: str, num_parts: int, width: int, n: int) -> Case:
-    def make(rows: int) -> Operands:
-        dy, w = random(rows, num_parts * width), random(num_parts * width, n)
-        return dy, w, *(part.contiguous() for part in dy.chunk(num_parts, dim=1))
-
-    def ours(dy: Tensor, w: Tensor, *parts: Tensor) -> Tensor:
-        pairs = list(zip(parts, w.chunk(num_parts), strict=True))
-        return unit_tree_product(pairs, NUM_UNITS, torch.bfloat16, backend="triton")
-
-    return Case("unit_tree_product", name, make, ours, lambda dy, w, *parts: torch.matmul(dy, w))
-
-
-def dw_case(name: str, n: int, k: int) -> Case:
-    def ours(dy: Tensor, x: Tensor) -> Tensor:
-        return row_fold_product(dy, x, RowUnits(len(dy)), torch.bfloat16, backend="triton")
-
-    return Case("row_fold_product", name, lambda t: (random(t, n), random(t, k)), ours,
-                lambda dy, x: torch.matmul(dy.T, x))  # fmt: skip
-
-
-CASES = (
-    forward_case("q, k or v forward", D, A),
-    forward_case("ff-in forward", D, 2 * F),
-    dx_case("to_out dx", D, A),
-    dx_case("ff-down dx", D, F),
-    tree_forward_case("to_out forward", A, D),
-    tree_forward_case("ff-down forward", F, D),
-    tree_dx_case("q, k, v dx", 3, A, D),
-    tree_dx_case("ff-in dx", 2, F, D),
-    dw_case("to_q, to_k or to_v dw", A, D),
-    dw_case("to_out dw", D, A),
-    dw_case("ff-in dw", 2 * F, D),
-    dw_case("ff-down dw", D, F),
-)
-
-
-def timestep_cases() -> tuple[Case, ...]:
-    """The AdaLN linear of one block: 520 MB of weight, a handful of timesteps as rows."""
-
-    def ds(dm: Tensor, w: Tensor) -> Tensor:
-        return unit_tree_product([(dm, w)], NUM_UNITS, torch.bfloat16, backend="triton")
-
-    width = SIZE.adaln_dim
-    return (
-        forward_case("AdaLN linear forward", E, width),
-        Case("unit_tree_product", "AdaLN linear ds",
-             lambda m: (random(m, width), random(width, E)), ds, torch.matmul),
-        Case("timestep_chain_dw", "AdaLN linear dw", lambda m: (random(m, width), random(m, E)),
-             lambda dm, s: timestep_chain_dw(dm, s, backend="triton"),
-             lambda dm, s: torch.matmul(dm.T.float(), s.float())),
-    )  # fmt: skip
-
-
-def fp32_cases() -> tuple[Case, ...]:
-    """IEEE FP32 products of the embedders and heads; torch.matmul with TF32 off."""
-
-    fp32 = torch.float32
-
-    def case(name: str, k: int, n: int) -> Case:
-        return Case("linear_forward", name,
-                    lambda t: (random(t, k, dtype=fp32), random(n, k, dtype=fp32)),
-                    lambda x, w: linear_forward(x, w, backend="triton"),
-                    lambda x, w: torch.matmul(x, w.T), "torch.matmul FP32")  # fmt: skip
-
-    return case("FP32 proj_in", 96, D), case("FP32 proj_out", D, 96)
+def few_rows(protocol: Protocol) -> Protocol:
+    """A third of the time: hundreds of launches fit all the same."""
+    third = protocol.round_ms / 3, protocol.warm_up_ms / 3
+    return replace(protocol, round_ms=third[0], warm_up_ms=third[1])
 
 
 def measure(case: Case, rows: int, protocol: Protocol) -> Row:
@@ -173,38 +59,94 @@ def measure_all(protocol: Protocol) -> Iterator[Row]:
     plan = [(case, rows) for rows in ROWS for case in CASES]
     plan += [(case, 2) for case in timestep_cases()] + [(case, 14910) for case in fp32_cases()]
     for case, rows in plan:
-        yield measure(case, rows, protocol)
-        if rows <= GRAPH_MAX_ROWS:
-            yield measure(case, rows, protocol.under_graph())
+        few = rows <= GRAPH_MAX_ROWS
+        yield measure(case, rows, few_rows(protocol) if few else protocol)
+        if few:
+            yield measure(case, rows, few_rows(protocol).under_graph())
 
 
-def measure_tiles(protocol: Protocol, rows: int = 14910) -> Iterator[dict[str, object]]:
-    """Every entry of every table that the shape may run with, interleaved."""
-    units, keys = range(NUM_UNITS), RowUnits(rows)
-    plans = {
-        "linear_forward": (
-            CASES[0],
-            A,
-            lambda out, x, w, tile: chain_launch(out, x, w.T, tile),
-        ),
-        "linear_dx": (CASES[2], A, chain_launch),
-        "unit_tree": (
-            CASES[4], D,
-            lambda out, x, w, tile: tree_launch(out, [(x, w.T)], units, 0, NUM_UNITS, tile),
-        ),
-        "row_fold": (
-            CASES[8], D,
-            lambda out, dy, x, tile: fold_launch(out, dy, x, keys, units, units, tile),
-        ),
-    }  # fmt: skip
-    for op, (case, columns, prepare) in plans.items():
-        sets, tiles = case.sets(rows), directives.tiles(op)
-        height = A if op == "row_fold" else rows
-        out = torch.empty((1, height, columns), device="cuda", dtype=torch.bfloat16)
-        ready = [[prepare(out, *operands, tile) for operands in sets] for tile in tiles]
-        calls = [lambda i, launches=launches: launches[i].run() for launches in ready]
-        for tile, us in zip(tiles, medians(calls, len(sets), protocol), strict=True):
-            yield {"op": op, "case": case.name, "rows": rows, "tile": asdict(tile), "us": us}
+TILE_CASES = {
+    "linear_forward": (0, 1),
+    "linear_dx": (2, 3),
+    "unit_tree": (4, 6),
+    "row_fold": (8,),
+}
+TILE_ROWS = (264, 14910)
+
+
+def measure_tiles(protocol: Protocol) -> Iterator[dict[str, object]]:
+    """Every entry of every table that can make the shape, interleaved, beside the library.
+
+    `chosen` is the one that the table gives; `same_bytes` says that the results are equal.
+    """
+    for rows, (op, cases) in itertools.product(TILE_ROWS, TILE_CASES.items()):
+        how = few_rows(protocol).under_graph() if rows <= GRAPH_MAX_ROWS else protocol
+        for case in (CASES[i] for i in cases):
+            yield from _measure_table(op, case, rows, how)
+    for case in fp32_cases():
+        yield from _measure_fp32_table(case, few_rows(protocol))
+
+
+def _measure_fp32_table(case: Case, how: Protocol) -> Iterator[dict[str, object]]:
+    sets, tiles = case.sets(TILE_ROWS[-1]), directives.fp32_tiles()
+    chosen = directives.fp32_tile_for(len(sets[0][1]))
+    outs = [chain_fp32(sets[0][0], sets[0][1].T, tile=tile) for tile in tiles]
+    calls = [
+        lambda i, tile=tile: chain_fp32(sets[i][0], sets[i][1].T, tile=tile) for tile in tiles
+    ]
+    *times, theirs_us = medians([*calls, lambda i: case.theirs(*sets[i])], len(sets), how)
+    for tile, us, out in zip(tiles, times, outs, strict=True):
+        yield {
+            "op": "fp32_chain", "case": case.name, "rows": TILE_ROWS[-1], "graph": False,
+            "tile": asdict(tile), "us": us, "theirs_us": theirs_us, "chosen": tile == chosen,
+            "same_bytes": gemm_bits.difference(out, outs[0]) == 0,
+        }  # fmt: skip
+
+
+def _measure_table(op: str, case: Case, rows: int, how: Protocol) -> Iterator[dict[str, object]]:
+    sets = case.sets(rows)
+    plan = [_planned(op, *operands) for operands in sets]
+    shape, blocks, launch = plan[0]
+    tiles = [t for t in directives.tiles(op) if t.runs(blocks, directives.MAX_DEPTH)]
+    outs = [torch.empty(1, *shape, device="cuda", dtype=torch.bfloat16) for _ in tiles]
+    ready = [[p[2](out, tile) for p in plan] for tile, out in zip(tiles, outs, strict=True)]
+    for launches in ready:
+        launches[0].run()
+    same = [gemm_bits.difference(out, outs[0]) == 0 for out in outs]
+    calls = [lambda i, launches=launches: launches[i].run() for launches in ready]
+    calls.append(lambda i: case.theirs(*sets[i]))
+    *times, theirs_us = medians(calls, len(sets), how)
+    chosen = directives.tile_for(op, *shape, blocks)
+    for tile, us, equal in zip(tiles, times, same, strict=True):
+        yield {
+            "op": op, "case": case.name, "rows": rows, "graph": how.graph, "tile": asdict(tile),
+            "us": us, "theirs_us": theirs_us, "chosen": tile == chosen, "same_bytes": equal,
+        }  # fmt: skip
+
+
+def _planned(op: str, a: Tensor, b: Tensor, *parts: Tensor) -> tuple:
+    """(shape of the result, blocks in the shortest unit, launch of `out` with a tile)."""
+    every = range(NUM_UNITS)
+    if op == "row_fold":
+        keys = RowUnits(len(a))
+        units = [keys.sequence_unit_rows(range(u, u + 1)) for u in every]
+        return (
+            (a.shape[1], b.shape[1]),
+            min(len(rows) for rows in units) // directives.MAX_DEPTH,
+            lambda out, tile: fold_launch(out, a, b, keys, every, every, tile),
+        )
+    right = b if b.shape[0] == a.shape[1] else b.T
+    blocks = a.shape[1] // directives.MAX_DEPTH
+    if op == "unit_tree":
+        pairs = [(a, right)]
+        if parts:
+            pairs = list(zip(parts, right.chunk(len(parts)), strict=True))
+        return (
+            (len(a), right.shape[1]),
+            blocks // NUM_UNITS,
+            lambda out, tile: subtree_launch(out[0], pairs, every, every, tile),
+        )
+    return (len(a), right.shape[1]), blocks, lambda out, tile: chain_launch(out, a, right, tile)
 
 
 def run_check(name: str) -> list[dict[str, object]]:
@@ -242,13 +184,15 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="commit that is measured")
     parser.add_argument("--jobs", type=int, default=1, help="checks of `bits` at a time")
     parser.add_argument("--round-ms", type=float, default=Protocol.round_ms)
+    parser.add_argument("--warm-up-ms", type=float, help="five rounds unless given")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     if args.what == "bits":
         args.out.write_text(json.dumps(bits_report(args.commit, args.jobs), indent=1) + "\n")
         return
-    protocol, rows = Protocol(round_ms=args.round_ms, warm_up_ms=5 * args.round_ms), []
+    warm_up_ms = args.warm_up_ms or 5 * args.round_ms
+    protocol, rows = Protocol(round_ms=args.round_ms, warm_up_ms=warm_up_ms), []
     for row in (measure_tiles if args.what == "tiles" else measure_all)(protocol):
         print(row, flush=True)
         rows.append(row)

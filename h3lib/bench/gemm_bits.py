@@ -25,9 +25,9 @@ from h3lib.ops.gemm import (
     unit_tree_roots,
 )
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
-from h3lib.ops.hopper.gemm_tree import tree_launch
+from h3lib.ops.hopper.gemm_tree import subtree_launch
 from h3lib.ops.tree import root_nodes, tree_sum
 
 BF16 = torch.bfloat16
@@ -115,6 +115,25 @@ def check_reference() -> Iterator[Finding]:
             yield found("reference", f"{case}, BF16", fold(dy, x, rows, BF16), root.to(BF16))
 
 
+def check_ragged_columns() -> Iterator[Finding]:
+    """Widths that no tile divides, with rows on the instruction's n side and on its m side."""
+    for t in (131, 264, 520):
+        for n in (40, 72, 200, 1160):
+            x, w, bias = random(t, D), random(n, D), random(n)
+            root = reference.reference_chain([(x, w.T)], [range(D)])
+            case = f"{t} rows, {n} columns"
+            yield found("ragged columns", f"linear_forward {case}", forward(x, w), root.to(BF16))
+            biased = (root + bias.float()).to(BF16)
+            yield found("ragged columns", f"bias {case}", forward(x, w, bias), biased)
+            dx = linear_dx(x, w.T.contiguous(), backend="triton")
+            yield found("ragged columns", f"linear_dx {case}", dx, root.to(BF16))
+            parts = [(random(t, F), random(n, F).T)]
+            root = reference.reference_unit_tree(parts)
+            value = product(parts, torch.float32)
+            yield found("ragged columns", f"unit tree {case}, FP32 root", value, root)
+            yield found("ragged columns", f"unit tree {case}, BF16", product(parts), root.to(BF16))
+
+
 def check_fp32() -> Iterator[Finding]:
     """IEEE FP32: chains of fused multiply-adds; the timestep chain against the eager definition."""
     for t, k, n in ((1, 96, 256), (131, 96, 160), (264, 257, 96), (65, 384, 48)):
@@ -123,6 +142,9 @@ def check_fp32() -> Iterator[Finding]:
         yield found("fp32", f"linear_forward {t}x{k}x{n}", forward(x, w), expected)
         dx = linear_dx(dy, w, backend="triton")
         yield found("fp32", f"linear_dx {t}x{n}x{k}", dx, reference.reference_fma(dy, w))
+        for tile in directives.fp32_tiles():
+            case = f"linear_forward {t}x{k}x{n}, {tile}"
+            yield found("fp32", case, chain_fp32(x, w.T, tile=tile), expected)
     parts = [(random(65, 128, dtype=torch.float32), random(128, 96, dtype=torch.float32))]
     (a, b), w = parts[0], 16
     leaves = [reference.reference_fma(a[:, u * w : u * w + w], b[u * w : u * w + w]) for u in EVERY]
@@ -214,27 +236,42 @@ def check_context_parallel() -> Iterator[Finding]:
 
 
 def check_directives() -> Iterator[Finding]:
-    """Every entry of every table gives the bytes of the first."""
-    t = 4225
-    x, w, v, dy = random(t, D), random(A, D), random(D, A), random(t, A)
-    parts, rows = tree_parts(t, 1), RowUnits(t)  # units of 8 blocks: enough for every lag
-    runs: dict[str, tuple[tuple[int, int], Callable[[Tensor, directives.Tile], object]]] = {
-        "linear_forward": ((t, A), lambda out, tile: chain_launch(out, x, w.T, tile)),
-        "linear_dx": ((t, A), lambda out, tile: chain_launch(out, x, v, tile)),
-        "unit_tree": ((t, D), lambda out, tile: tree_launch(out, parts, EVERY, 0, 8, tile)),
-        "row_fold": ((A, D), lambda out, tile: fold_launch(out, dy, x, rows, EVERY, EVERY, tile)),
-    }
-    for op, (shape, prepare) in runs.items():
-        values = []
-        for tile in directives.tiles(op):
-            out = torch.full((1, *shape), float("nan"), device="cuda", dtype=BF16)
-            prepare(out, tile).run()
-            values.append(out)
-            yield found("directive", f"{op} {tile}", out, values[0])
+    """Every entry of every table gives the bytes of the first, with whole and with ragged tiles."""
+    for t in (264, 4225):
+        # Units of 8 blocks, of features and at 4225 of rows: enough for every lag.
+        x, w, v, dy = random(t, D), random(A, D), random(D, A), random(t, A)
+        parts, rows = tree_parts(t, 1), RowUnits(t)
+        shortest = min(len(rows.sequence_unit_rows(range(u, u + 1))) for u in EVERY)
+        runs: dict[str, tuple[tuple[int, int], int, Callable[..., object]]] = {
+            "linear_forward": (
+                (t, A), D, lambda out, tile, x=x, w=w: chain_launch(out, x, w.T, tile)
+            ),
+            "linear_dx": ((t, A), D, lambda out, tile, x=x, v=v: chain_launch(out, x, v, tile)),
+            "unit_tree": (
+                (t, D), F // 8,
+                lambda out, tile, parts=parts: subtree_launch(out[0], parts, EVERY, EVERY, tile),
+            ),
+            "row_fold": (
+                (A, D), shortest,
+                lambda out, tile, dy=dy, x=x, rows=rows: fold_launch(
+                    out, dy, x, rows, EVERY, EVERY, tile
+                ),
+            ),
+        }  # fmt: skip
+        for op, (shape, unit, prepare) in runs.items():
+            values = []
+            for tile in directives.tiles(op):
+                if not tile.runs(unit // directives.MAX_DEPTH, directives.MAX_DEPTH):
+                    continue
+                out = torch.full((1, *shape), float("nan"), device="cuda", dtype=BF16)
+                prepare(out, tile).run()
+                values.append(out)
+                yield found("directive", f"{op} {t} rows, {tile}", out, values[0])
 
 
 CHECKS = (
     check_reference,
+    check_ragged_columns,
     check_fp32,
     check_rows,
     check_tensor_parallel,

@@ -18,7 +18,7 @@ from h3lib.contract import RowUnits
 Parts = list[tuple[Tensor, Tensor]]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "k0", "k1"])
 def reference_chain_kernel(
     a, b, c, M, N, am, ak, bk, bn, k0, k1, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
@@ -38,7 +38,7 @@ def reference_chain_kernel(
     tl.store(at, acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def reference_fma_kernel(a, b, c, M, N, K, am, ak, bk, bn, BLOCK: tl.constexpr):
     """FP32: one element a lane, one fused multiply-add a step."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

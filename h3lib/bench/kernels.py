@@ -1,53 +1,73 @@
 """Every kernel and the block beside the libraries: `h3lib bench kernels --out FILE.json`.
 
-One JSON with the rows of `bench/gemm.py`, `attention.py`, `rowwise.py` and `block.py`, in this
-order; `complete` is true only in the file of a run that ended.
+One JSON with the rows of `bench/rowwise.py`, `gemm.py`, `attention.py` and `block.py`, or of some
+of them (`--parts`); `complete` is true only in the file of a run that came to its end, and `parts`
+says of which.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from h3lib.bench.measure import Protocol, Row, report
+from h3lib.contract import BackendError
 from h3lib.ops.backend import load_backend
-from h3lib.report import git_commit
+from h3lib.provenance import git_commit
+
+PARTS = ("rowwise", "gemm", "attention", "block")
+"""The cheapest first."""
 
 
-def measure_all(protocol: Protocol) -> Iterator[Row | dict]:
-    """Every measurement, the cheapest first."""
+def measure_part(part: str, protocol: Protocol) -> Iterator[tuple[str, Row | dict]]:
+    """Every result of a part, each with the list of the JSON that it belongs to."""
     from h3lib.bench import attention, block, gemm, rowwise
 
-    short = Protocol(round_ms=20.0, warm_up_ms=60.0)
-    for rows in rowwise.ROWS:
-        graph = rows <= rowwise.GRAPH_MAX_ROWS
-        yield from rowwise.measure(rows, short.under_graph() if graph else short)
-    yield from gemm.measure_all(protocol)
-    for rows in attention.ROWS:
-        yield from attention.measure(rows, protocol)
-    for rows in block.ROWS:
-        yield from block.measure(rows, protocol, compiled=True)
+    if part == "rowwise":
+        short = Protocol(round_ms=20.0, warm_up_ms=60.0)
+        for rows in rowwise.ROWS:
+            graph = rows <= rowwise.GRAPH_MAX_ROWS
+            found = rowwise.measure(rows, short.under_graph() if graph else short)
+            yield from (("measurements", row) for row in found)
+    elif part == "gemm":
+        yield from (("measurements", row) for row in gemm.measure_all(protocol))
+    elif part == "attention":
+        for rows in attention.ROWS:
+            yield from (("measurements", row) for row in attention.measure(rows, protocol))
+    else:
+        for rows in block.ROWS:
+            yield from block.measure(rows, protocol)
+            torch.cuda.empty_cache()
 
 
-def bench_kernels(out: Path) -> None:
-    """Measure and write `out`, after every row.
+def bench_kernels(out: Path, parts: Sequence[str] = PARTS) -> None:
+    """Measure and write `out`, after every result.
 
-    **Raises:** BackendError for a GPU or Triton that the kernels were not tested on.
+    **Raises:** BackendError for a part that does not exist, and for a GPU or Triton that the
+    kernels were not tested on.
     """
+    for part in parts:
+        if part not in PARTS:
+            raise BackendError("part of the benchmark", part, ", ".join(PARTS))
     load_backend("triton", "cuda")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    protocol, rows = Protocol(), []
+    protocol, rows, others = Protocol(), [], {}
 
     def write(complete: bool) -> None:
         content = report(rows, git_commit() or "unknown", protocol, complete)
+        del content["complete"]
+        content |= {"parts": list(parts)} | others | {"complete": complete}
         out.write_text(json.dumps(content, indent=1) + "\n")
 
-    for row in tqdm(measure_all(protocol), desc="kernels", unit="row", disable=None, delay=2):
-        rows.append(row)
-        write(complete=False)
+    for part in parts:
+        for name, found in tqdm(measure_part(part, protocol), part, unit="row", disable=None):
+            kept = rows if name == "measurements" else others.setdefault(name, [])
+            kept.append(found if isinstance(found, dict) else asdict(found))
+            write(complete=False)
     write(complete=True)

@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import triton
+
+from h3lib import provenance
 
 Call = Callable[[int], object]
 """One launch on the operand set with this index."""
@@ -89,17 +89,9 @@ def num_buffer_sets(bytes_per_set: int, cache_bytes: int = 60 << 20) -> int:
 
 def environment() -> dict[str, object]:
     """GPU, driver and versions that the times belong to."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "driver": _driver_version(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+    versions = provenance.versions("python", "torch", "triton")
+    place = {"git_dirty": provenance.git_dirty(), "date": provenance.date()}
+    return provenance.gpu() | versions | place
 
 
 def report(
@@ -112,11 +104,6 @@ def report(
         "measurements": [row if isinstance(row, dict) else asdict(row) for row in rows],
         "complete": complete,
     }
-
-
-def _driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def _warm_up(run: Call, sets: int, protocol: Protocol) -> int:

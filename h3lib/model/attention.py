@@ -14,7 +14,7 @@ from h3lib.model.context import BlockContext, Rows
 from h3lib.ops import attention, rope
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
-from h3lib.ops.tree import partial_roots
+from h3lib.ops.tree import stacked_roots
 
 W_OUT = "attn.to_out.0.weight"
 
@@ -50,6 +50,7 @@ class Attention:
         ctx.weight_gradient(W_OUT, dy_TD, self.o_TA)
         do_TA = ctx.unit_node("d.attn.heads", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
         dq, dk, dv = self._attention_backward(do_TA.view_as(self.o))
+        del do_TA, self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
         gradients = {
             "q": self.heads["q"].backward(dq),
             "k": self.heads["k"].backward(dk),
@@ -57,6 +58,7 @@ class Attention:
         }
         for name, dy_TA in gradients.items():
             ctx.weight_gradient(_weight(name), dy_TA, self.a_TD)
+        del self.a_TD
         parts = [(dy_TA, ctx.weights[_weight(name)]) for name, dy_TA in gradients.items()]
         return ctx.leave("d.attn.in", *parts)
 
@@ -109,21 +111,20 @@ class _HeadNorm:
         dh = dy
         if self.rows.cos is not None:
             dh = ctx.call(rope.rotary_backward, dy, self.rows.cos, self.rows.sin)
-        dx, terms = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
+        dx = ctx.call(rms_norm_backward, dh, self.x, ctx.weights[self.weight], self.r)
         leaves = ctx.call(
             head_norm_dw_leaves,
-            terms,
+            dh,
+            self.x,
+            self.r,
             shard.owner.rows,
             shard.sequence_units,
             len(shard.feature_units),
         ).transpose(0, 1)  # [U_local, S_local, H]
-        first, units = shard.feature_units.start, shard.contract.num_units
-        roots = partial_roots(lambda unit: leaves[unit - first], shard.feature_units, units)
+        del self.x, self.r
+        roots = stacked_roots(leaves, shard.feature_units, shard.contract.num_units)
         by_sequence = shard.sum_feature_units(roots, roots.dtype)
-        first = shard.sequence_units.start
-        roots = partial_roots(
-            lambda unit: by_sequence[unit - first], shard.sequence_units, NUM_SEQUENCE_UNITS
-        )
+        roots = stacked_roots(by_sequence, shard.sequence_units, NUM_SEQUENCE_UNITS)
         observe = ctx.observe_parameter(self.weight)
         ctx.gradient(self.weight, shard.sum_sequence_units(roots, ctx.dtype, observe))
         return ctx.unit_node(f"d.attn.{self.name}", dx.flatten(1), width)

@@ -107,37 +107,47 @@ class Block:
         check_shape("temb", temb_ME, None, ctx.size.time_embed_dim)
         if temb_ME.dtype != accumulator(x_SD):
             raise OperandError("dtype of temb", temb_ME.dtype, accumulator(x_SD))
-        modulation = self.adaln.forward(temb_ME)[rows.table_rows]  # [S, 6, D]
-        self.saved_rows, self.modulation = rows, modulation
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
+        table = self.adaln.forward(temb_ME)
+        shift1, scale1, gate1, shift2, scale2, gate2 = table.unbind(1)  # each [3M, D]
+        self.gates, self.table_rows = (gate1, gate2), rows.table_rows
 
-        a_SD = self.norm1.forward(x_SD, shift1, scale1)
+        a_SD = self.norm1.forward(x_SD, shift1, scale1, self.table_rows)
         self.y1 = ctx.slice_node("attn.out", self.attention.forward(a_SD, rows))
-        x1_SD = ctx.call(adaln.gated_residual_forward, x_SD, gate1, self.y1)
+        x1_SD = ctx.call(adaln.gated_residual_forward, x_SD, gate1, self.y1, self.table_rows)
         ctx.slice_node("residual1", x1_SD)
-        a_SD = self.norm2.forward(x1_SD, shift2, scale2)
+        a_SD = self.norm2.forward(x1_SD, shift2, scale2, self.table_rows)
         self.y2 = ctx.slice_node("ff.out", self.feed_forward.forward(a_SD))
-        out = ctx.call(adaln.gated_residual_forward, x1_SD, gate2, self.y2)
+        out = ctx.call(adaln.gated_residual_forward, x1_SD, gate2, self.y2, self.table_rows)
         return ctx.slice_node("out", out, OUTPUT)
 
     def backward(self, dout_SD: Tensor) -> Gradients:
-        """Gradients of everything, after `forward`.
+        """Gradients of everything, once after each `forward`, whose values it lets go.
 
         **Order:** contract, section 2. **Rounds:** each once; a value used twice: the BF16
-        gradients are added and rounded.
+        gradients are added and rounded. **Raises:** OperandError without a forward before it.
         """
         ctx = self.ctx
-        _, scale1, gate1, _, scale2, gate2 = self.modulation.unbind(1)
-        dy, dgate2 = ctx.call(adaln.gated_residual_backward, dout_SD, gate2, self.y2)
+        if not hasattr(self, "y2"):
+            raise OperandError("backward of a block", "no forward before it", "one after a forward")
+        gate1, gate2 = self.gates
+        dy, dgate2 = self._residual_backward(dout_SD, gate2, self.y2)
+        del self.y2
         da = self.feed_forward.backward(ctx.slice_node("d.ff.out", dy))
-        dx_norm, terms2 = self.norm2.backward(da, scale2)
-        dx1 = ctx.slice_node("d.residual1", dout_SD + dx_norm)
+        dx1, dtable2 = self.norm2.backward(da, dout_SD)
+        ctx.slice_node("d.residual1", dx1)
 
-        dy, dgate1 = ctx.call(adaln.gated_residual_backward, dx1, gate1, self.y1)
+        dy, dgate1 = self._residual_backward(dx1, gate1, self.y1)
+        del self.y1
         da = self.attention.backward(ctx.slice_node("d.attn.out", dy))
-        dx_norm, terms1 = self.norm1.backward(da, scale1)
-        dx = ctx.slice_node("dx", dx1 + dx_norm, GRADIENT)
+        dx, dtable1 = self.norm1.backward(da, dx1)
+        ctx.slice_node("dx", dx, GRADIENT)
 
-        terms = torch.cat((terms1, dgate1[:, None], terms2, dgate2[:, None]), dim=1)
-        dtemb = self.adaln.backward(terms, self.saved_rows.table_rows)
-        return Gradients(dx, dtemb, ctx.gradients)
+        roots = torch.cat((dtable1, dgate1[:, :, None], dtable2, dgate2[:, :, None]), dim=2)
+        dtemb = self.adaln.backward(roots)
+        gradients, ctx.gradients = ctx.gradients, {}
+        return Gradients(dx, dtemb, gradients)
+
+    def _residual_backward(self, dx: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        shard = self.ctx.shard
+        place = self.table_rows, shard.owner.rows, shard.row_units
+        return self.ctx.call(adaln.gated_residual_backward, dx, gate, y, *place)

@@ -72,12 +72,9 @@ class BlockContext:
         """The op on this block's back end."""
         return op(*args, backend=self.backend)
 
-    def row_units(self, terms: Tensor, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
+    def row_units(self, terms: Tensor) -> Tensor:
         """Roots of a row fold over the row units of the slice."""
-        shard = self.shard
-        return self.call(
-            row_unit_roots, terms, shard.owner.rows, shard.row_units, groups, num_groups
-        )
+        return self.call(row_unit_roots, terms, self.shard.owner.rows, self.shard.row_units)
 
     def unit_tree(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
         """Roots of the sum of a @ b over the feature units here."""
@@ -116,24 +113,29 @@ class BlockContext:
 
     def node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
         """Name a value that is whole on every rank."""
+        if self.trace is None:
+            return tensor
         return self._node(name, tensor, whole(tuple(tensor.shape)), kind)
 
     def slice_node(self, name: str, tensor: Tensor, kind: str = NODE) -> Tensor:
         """Name a value of the slice's rows, all columns."""
+        if self.trace is None:
+            return tensor
         return self._node(
             name, tensor, ((self.shard.slice_rows,), *whole(tuple(tensor.shape[1:]))), kind
         )
 
     def unit_node(self, name: str, tensor: Tensor, width: int) -> Tensor:
         """Name a value of the shard's rows and this rank's part of a feature axis of `width`."""
+        if self.trace is None:
+            return tensor
         part = (self.shard.feature_range(width),)
         return self._node(
             name, tensor, ((self.shard.shard_rows,), part, *whole(tuple(tensor.shape[2:])))
         )
 
     def _node(self, name: str, tensor: Tensor, region: Region, kind: str = NODE) -> Tensor:
-        if self.trace is not None:
-            self.trace.add(name, kind, tensor, region)
+        self.trace.add(name, kind, tensor, region)
         return tensor
 
     def observe(self, name: str, region: Region) -> Observe | None:

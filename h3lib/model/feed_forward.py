@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h3lib.model.context import BlockContext
@@ -26,8 +25,8 @@ class FeedForward:
         ctx, width = self.ctx, self.ctx.size.ffn_dim
         self.a_TD = ctx.shard.enter(a_SD)
         value, gate = ctx.call(linear_forward, self.a_TD, ctx.weights[W_IN]).chunk(2, dim=-1)
-        self.value_TF = ctx.unit_node("ff.value", value.contiguous(), width)
-        self.gate_TF = ctx.unit_node("ff.gate", gate.contiguous(), width)
+        self.value_TF = ctx.unit_node("ff.value", value, width)
+        self.gate_TF = ctx.unit_node("ff.gate", gate, width)
         y_TF = ctx.call(swiglu_forward, self.value_TF, self.gate_TF)
         self.y_TF = ctx.unit_node("ff.swiglu", y_TF, width)
         return ctx.leave("ff.out", (self.y_TF, ctx.weights[W_OUT].transpose(0, 1)))
@@ -37,10 +36,14 @@ class FeedForward:
         ctx, width = self.ctx, self.ctx.size.ffn_dim
         dy_TD = ctx.shard.enter(dy_SD)
         ctx.weight_gradient(W_OUT, dy_TD, self.y_TF)
+        del self.y_TF
         dy_TF = ctx.unit_node("d.ff.swiglu", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
-        dvalue, dgate = ctx.call(swiglu_backward, dy_TF, self.value_TF, self.gate_TF)
+        dhidden = ctx.call(swiglu_backward, dy_TF, self.value_TF, self.gate_TF)
+        del dy_TF, self.value_TF, self.gate_TF
+        dvalue, dgate = dhidden.chunk(2, dim=-1)
         ctx.unit_node("d.ff.value", dvalue, width)
         ctx.unit_node("d.ff.gate", dgate, width)
-        ctx.weight_gradient(W_IN, torch.cat((dvalue, dgate), dim=-1), self.a_TD)
+        ctx.weight_gradient(W_IN, dhidden, self.a_TD)
+        del self.a_TD
         w_value, w_gate = ctx.weights[W_IN].chunk(2)
         return ctx.leave("d.ff.in", (dvalue, w_value), (dgate, w_gate))

@@ -49,8 +49,8 @@ class Heads:
     def forward(self, x_SD: Tensor, temb_ME: Tensor, streams: Streams) -> dict[str, Tensor]:
         """Velocities `[n, out]` FP32 of the video and the audio rows, whole on every rank."""
         self.streams = streams
-        shift, self.scale = self.adaln.forward(temb_ME)[streams.timestep_rows].unbind(1)
-        a_SD = self.norm.forward(x_SD, shift, self.scale)
+        shift, scale = self.adaln.forward(temb_ME).unbind(1)
+        a_SD = self.norm.forward(x_SD, shift, scale, streams.timestep_rows)
         found = {}
         for name, linear in self.linears.items():
             stream: Stream = getattr(streams, name)
@@ -67,5 +67,5 @@ class Heads:
             linear, dy = self.linears[name], stream.take(dy_all)
             linear.backward(dy, stream.logical_here, ctx.shard)
             stream.put(da, linear.dx(dy).to(da.dtype))
-        dx, terms = self.norm.backward(da, self.scale)
-        return dx, self.adaln.backward(terms, self.streams.timestep_rows)
+        dx, roots = self.norm.backward(da)
+        return dx, self.adaln.backward(roots)

@@ -28,18 +28,25 @@ class Norm:
         ctx = self.ctx
         self.x = x_SD
         w, eps = ctx.weights[self.weight], ctx.size.norm_eps
-        self.h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, eps)
-        return ctx.slice_node(f"{self.name}.out", self.h)
+        h, self.r = ctx.call(norm.rms_norm_forward, x_SD, w, eps)
+        return ctx.slice_node(f"{self.name}.out", h)
 
-    def backward(self, dh: Tensor) -> Tensor:
-        """dx `[S, D]`; dw goes to the context. **Order** of dw: row fold over row units."""
-        ctx, name = self.ctx, self.weight
+    def backward(self, dh: Tensor, dx0: Tensor | None = None) -> Tensor:
+        """dx `[S, D]`, added to another gradient dx0 of x; dw goes to the context."""
+        roots = self.ctx.row_units(norm.norm_dw_terms(dh, self.x, self.r))[:, 0]
+        return self.finish(dh, roots, dx0)
+
+    def finish(self, dh: Tensor, roots: Tensor, dx0: Tensor | None) -> Tensor:
+        """dx, added to dx0 if there is one, and dw from its roots `[R, D]`.
+
+        **Order** of dw: row fold over row units. **Rounds:** dx, then the sum; dw once.
+        """
+        ctx, name, x, r = self.ctx, self.weight, self.x, self.r
+        del self.x, self.r
         ctx.slice_node(f"d.{self.name}.out", dh)
-        dx, dw_terms = ctx.call(norm.rms_norm_backward, dh, self.x, ctx.weights[name], self.r)
-        roots = ctx.row_units(dw_terms)[:, 0]
         root = ctx.shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
         ctx.gradient(name, root)
-        return dx
+        return ctx.call(norm.rms_norm_backward, dh, x, ctx.weights[name], r, dx0)
 
 
 class ModulatedNorm:
@@ -48,16 +55,22 @@ class ModulatedNorm:
     def __init__(self, ctx: BlockContext, name: str, output: str):
         self.ctx, self.norm, self.output = ctx, Norm(ctx, name), output
 
-    def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor, table_rows: Tensor) -> Tensor:
+        """shift, scale `[G, D]`, columns of the table; table_rows `[S]`, its row for each row."""
         ctx, h = self.ctx, self.norm.forward(x_SD)
-        return ctx.slice_node(self.output, ctx.call(adaln.modulate_forward, h, shift, scale))
+        self.scale, self.table_rows = scale, table_rows
+        a = ctx.call(adaln.modulate_forward, h, shift, scale, table_rows)
+        return ctx.slice_node(self.output, a)
 
-    def backward(self, da: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """dx `[S, D]`, and the terms of (dshift, dscale) `[S, 2, D]`; dw goes to the context."""
-        ctx = self.ctx
+    def backward(self, da: Tensor, dx0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """dx `[S, D]`, added to another gradient dx0 of x, and the roots of (dshift, dscale)
+        `[R, G, 2, D]`; dw goes to the context."""
+        ctx, x, r, shard = self.ctx, self.norm.x, self.norm.r, self.ctx.shard
         ctx.slice_node(f"d.{self.output}", da)
-        dh, terms = ctx.call(adaln.modulate_backward, da, self.norm.h, scale)
-        return self.norm.backward(dh), terms
+        operands = da, x, ctx.weights[self.norm.weight], r, self.scale
+        place = self.table_rows, shard.owner.rows, shard.row_units
+        dh, dtable, roots = ctx.call(adaln.modulated_norm_backward, *operands, *place)
+        return self.norm.finish(dh, roots, dx0), dtable
 
 
 class AdaLN:
@@ -80,21 +93,23 @@ class AdaLN:
         m = ctx.node("adaln.m", ctx.shard.mesh.tp.all_gather_columns(local, cuts))
         return m.view(self._table_shape())
 
-    def backward(self, terms_SCD: Tensor, table_rows: Tensor) -> Tensor:
-        """dtemb from the rows' terms of the table's gradient; also dw and dbias of the linear.
+    def backward(self, roots: Tensor) -> Tensor:
+        """dtemb from the roots `[R, G, C, D]` of the table's gradient; also dw and dbias.
 
         **Order:** rows of a table row: row fold over row units; columns: unit tree over column
         units; timesteps: a chain, ascending.
         """
         ctx, shard, table = self.ctx, self.ctx.shard, self._table_shape()
-        roots = ctx.row_units(terms_SCD, table_rows, table[0])
         observe = ctx.observe("d.adaln.m", whole(table))
         dm = shard.sum_row_units(roots, ctx.dtype, observe).view(len(self.s_ME), -1)
         ctx.node("d.adaln.m", dm.view(table))
 
         part = shard.feature_range(self.width)
         dm_local = dm[:, part.start : part.stop].contiguous()
-        dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
+        if ctx.trace is None:  # rounded where it is finished
+            dw, dbias = ctx.call(adaln.timestep_chain_product, dm_local, self.s_ME, ctx.dtype)
+        else:
+            dw, dbias = ctx.call(adaln.timestep_chain_dw, dm_local, self.s_ME)
         ctx.gradient(self.weight, dw)
         ctx.gradient(self.bias, dbias)
         roots = ctx.unit_tree((dm_local, ctx.weights[self.weight]))

@@ -69,7 +69,7 @@ class H3Block(nn.Module):
         place = shard or SeqShard.canonical(1, contract)
         for name, (shape, _) in block_parameters(size).items():
             part = region_shape(parameter_region(name, shape, place.owner, place.tp_rank))
-            _add(self, name.split("."), torch.empty(part, device=device, dtype=dtype))
+            add_parameter(self, name.split("."), torch.empty(part, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, temb: Tensor, packed: PackedRows) -> Tensor:
         rows = packed.logical()
@@ -100,7 +100,7 @@ class _BlockFunction(torch.autograd.Function):
         return None, None, None, None, found.dx, found.dtemb, *parameters
 
 
-def _add(module: nn.Module, path: list[str], value: Tensor) -> None:
+def add_parameter(module: nn.Module, path: list[str], value: Tensor) -> None:
     """Register a parameter under a dotted checkpoint name."""
     for name in path[:-1]:
         if name not in dict(module.named_children()):

@@ -81,5 +81,5 @@ class _RefinerBlock:
 
     def backward(self, dout: Tensor) -> Tensor:
         """**Rounds:** a value used twice: the BF16 gradients are added and rounded."""
-        dx1 = dout + self.norm2.backward(self.feed_forward.backward(dout))
-        return dx1 + self.norm1.backward(self.attention.backward(dx1))
+        dx1 = self.norm2.backward(self.feed_forward.backward(dout), dout)
+        return self.norm1.backward(self.attention.backward(dx1), dx1)

@@ -2,7 +2,7 @@
 
 Used for hidden rows (n = D) and, per head, for q and k (n = H, one weight for all heads).
 Backward, with xhat = x r and g = dy w:  dx = bf16(r (g - xhat tree(g xhat) / n)); the term of dw
-in a row is dy xhat, FP32, folded by `ops/fold.py` or, for q and k, by `head_norm_dw_leaves`.
+in a row is dy xhat, FP32, folded as `ops/fold.py` says or, for q and k, `head_norm_dw_leaves`.
 """
 
 from __future__ import annotations
@@ -42,37 +42,57 @@ def rms_norm_forward(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @op
-def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """dx = r (g - xhat mean(g xhat)), and the rows' terms of dw, dy xhat.
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, w: Tensor, r: Tensor, dx0: Tensor | None = None
+) -> Tensor:
+    """dx = r (g - xhat mean(g xhat)); with another gradient dx0 of x, bf16(dx0 + bf16(that)).
 
-    dy, x `[..., n]`; dx like x, terms `[..., n]` FP32.
+    dy, x, dx0 `[..., n]`; dx like x. The term of dw in a row is `norm_dw_terms`.
 
-    **Order:** in-row tree. **Rounds:** dx once; the terms not.
+    **Order:** in-row tree. **Rounds:** dx once, then the sum.
     """
     check_operands(dy=dy, x=x, w=w)
     check_shape("w", w, x.shape[-1])
     check_shape("dy", dy, *x.shape)
     check_shape("r", r, *x.shape[:-1], 1)
     xhat = x.to(r.dtype) * r
-    dyf = dy.to(r.dtype)
-    g = dyf * w.to(r.dtype)
-    dx = r * (g - xhat * _mean(g * xhat))
-    return dx.to(x.dtype), dyf * xhat
+    g = dy.to(r.dtype) * w.to(r.dtype)
+    dx = (r * (g - xhat * _mean(g * xhat))).to(x.dtype)
+    if dx0 is None:
+        return dx
+    check_operands(x=x, dx0=dx0)
+    check_shape("dx0", dx0, *x.shape)
+    return dx0 + dx
+
+
+def norm_dw_terms(dy: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    """The rows' terms of dw, dy xhat, in r's dtype, not rounded; all `[..., n]`, r `[..., 1]`."""
+    check_operands(dy=dy, x=x)
+    check_shape("dy", dy, *x.shape)
+    check_shape("r", r, *x.shape[:-1], 1)
+    return dy.to(r.dtype) * (x.to(r.dtype) * r)
 
 
 @op
 def head_norm_dw_leaves(
-    terms: Tensor, rows: RowUnits, sequence_units: range, num_feature_units: int
+    dy: Tensor,
+    x: Tensor,
+    r: Tensor,
+    rows: RowUnits,
+    sequence_units: range,
+    num_feature_units: int,
 ) -> Tensor:
     """Gradient of norm_q or norm_k for each sequence unit and feature unit here, `[S, U_local, H]`.
 
-    terms `[T_local, N_local, H]` FP32, the rows of the sequence units, heads of the feature units.
+    dy, x `[T_local, N_local, H]`, r `[T_local, N_local, 1]`: the rows of the sequence units, heads
+    of the feature units. Terms: `norm_dw_terms`.
 
     **Order:** a leaf is (row block, feature unit): rows outer, heads inner, one chain; row blocks
     of a row unit ascending; the eight row units of a sequence unit in a tree. The caller adds
     feature units, then sequence units, each in the unit tree. **Rounds:** nothing.
     """
-    check_shape("terms", terms, len(rows.sequence_unit_rows(sequence_units)), None, None)
+    check_shape("x", x, len(rows.sequence_unit_rows(sequence_units)), None, None)
+    terms = norm_dw_terms(dy, x, r)
     num_rows, num_heads, width = terms.shape
     if num_heads % num_feature_units:
         raise OperandError("heads", num_heads, f"a multiple of the {num_feature_units} units here")

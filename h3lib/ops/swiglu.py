@@ -35,11 +35,14 @@ def swiglu_forward(value: Tensor, gate: Tensor) -> Tensor:
 
 
 @op
-def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """dvalue = bf16(dy bf16(SiLU(g))), dgate = bf16(bf16(dy value) SiLU'(g)); all `[T, F]`."""
+def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+    """[dvalue, dgate] side by side `[T, 2 F]`, as the projection's output is; the rest `[T, F]`.
+
+    dvalue = bf16(dy bf16(SiLU(g))), dgate = bf16(bf16(dy value) SiLU'(g)).
+    """
     check_operands(dy=dy, value=value, gate=gate)
     check_shapes(dy=dy, value=value, gate=gate)
     g = gate.to(accumulator(gate))
     dvalue = dy * silu(g).to(gate.dtype)
     dgate = (dy * value).to(g.dtype) * silu_derivative(g)
-    return dvalue, dgate.to(gate.dtype)
+    return torch.cat((dvalue, dgate.to(gate.dtype)), dim=-1)

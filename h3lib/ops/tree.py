@@ -54,6 +54,18 @@ def partial_roots(leaf: Callable[[int], Tensor], owned: range, num_leaves: int) 
     )
 
 
+def stacked_roots(leaves: Tensor, owned: range, num_leaves: int) -> Tensor:
+    """`partial_roots` of leaves `[len(owned), ...]`, stacked: a level of the tree at a time."""
+
+    def root(span: range) -> Tensor:
+        nodes = leaves[span.start - owned.start : span.stop - owned.start]
+        while len(nodes) > 1:
+            nodes = nodes[0::2] + nodes[1::2]
+        return nodes[0]
+
+    return torch.stack([root(s) for s in subtree_roots(owned.start, owned.stop, num_leaves)])
+
+
 def root_nodes(roots: Sequence[Tensor], cuts: Sequence[int], first: int = 0) -> dict[range, Tensor]:
     """Nodes of the tree from the maximal subtree roots of owners `first`, `first + 1`, ...
 

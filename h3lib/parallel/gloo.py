@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from h3lib.contract import PeerError
 from h3lib.parallel.membership import Members, Place, Verdicts
+from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import (
     Call,
     Shape,
@@ -54,11 +54,13 @@ class GlooWorld:
         """
         name = name or f"world-{next(_generation)}"
         self.timeout_s, self.error = timeout_s, None
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout, place = datetime.timedelta(seconds=timeout_s), own_place()
         start_timeout_s = start_timeout_s or timeout_s
         start = datetime.timedelta(seconds=start_timeout_s)
         try:
-            store, self.rank, self.size = next(rendezvous("env://", timeout=start))
+            store, self.rank, self.size = next(
+                rendezvous(place.meeting, place.rank, place.num_ranks, timeout=start)
+            )
             store = dist.PrefixStore(f"h3lib/{name}", store)
             store.set_timeout(start)
             dist.init_process_group(
@@ -223,14 +225,9 @@ def rank_environment(store: dist.Store, rank: int, size: int) -> dict[str, str]:
 
 def launched() -> bool:
     """Whether this process is a rank that torchrun or srun started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return own_place() is not None
 
 
 def world_size() -> int:
     """How many ranks the launcher started."""
-    return int(os.environ["WORLD_SIZE"])
-
-
-def local_world_size() -> int:
-    """How many of them are on this machine; all if the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return own_place().num_ranks

@@ -1,7 +1,8 @@
-"""Start ranks with torchrun and leave none running, whatever happens.
+"""Start ranks with torchrun or srun and leave none running, whatever happens.
 
-The launcher and every rank ask the kernel to be killed when their parent dies; the caller stops a
-late run with TERM, then KILL. A rank that dies makes torchrun stop the others.
+The launcher and every rank of torchrun ask the kernel to be killed when their parent dies; the
+caller stops a late run with TERM, then KILL. A rank that dies makes torchrun stop the others. Under
+srun the ranks are Slurm's, which ends them with their step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from h3lib.contract import PeerError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 3.0
+LAUNCHERS = ("local", "srun")
 _LAUNCHER = "torch.distributed.run"
 
 
@@ -67,8 +69,51 @@ def run_ranks(
         module,
         *arguments,
     ]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(log.parent)}
-    environment |= variables or {}
+    settings = {**_one_thread(), "TMPDIR": str(log.parent), **(variables or {})}
+    return watch(command, settings, timeout_s, log, tick)
+
+
+def run_step(
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    local_size: int | None,
+    timeout_s: float,
+    log: Path,
+) -> int:
+    """The same as a step over the nodes of this Slurm allocation, ranks node by node.
+
+    srun's exit status is the greatest of the ranks'. `local_size` ranks a node; None leaves it to
+    the allocation. Ranks that outlive the first to end by a minute are ended.
+
+    **Raises:** PeerError as `run_ranks`.
+    """
+    shape = ["--ntasks", str(num_ranks), "--distribution", "block"]
+    if local_size is not None:
+        nodes = str(num_ranks // local_size)
+        shape += ["--nodes", nodes, "--ntasks-per-node", str(local_size)]
+    command = ["srun", "--overlap", "--kill-on-bad-exit=0", "--wait=60", *shape]
+    command += [sys.executable, "-m", module, *arguments]
+    return watch(command, _one_thread(), timeout_s, log, lambda: None)
+
+
+def _one_thread() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def watch(
+    command: Sequence[str],
+    settings: dict[str, str],
+    timeout_s: float,
+    log: Path,
+    tick: Callable[[], None],
+) -> int:
+    """A command's exit status; its output goes to `log`; `tick` is called ten times a second.
+
+    **Raises:** PeerError if it has not ended after `timeout_s`. Then, and if `tick` raises, neither
+    it nor what it started is left running.
+    """
+    environment = {**os.environ, **settings}
     deadline = time.monotonic() + timeout_s
     with log.open("w") as output:
         agent = subprocess.Popen(
@@ -117,14 +162,14 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that this one started, directly or through others."""
+    """Processes that this one started, from any of its threads, directly or through others."""
     found, parents = [], [pid]
     while parents:
-        parent = parents.pop()
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except OSError:
-            continue
-        found += map(int, children)
-        parents += map(int, children)
+        for task in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            try:
+                children = [int(child) for child in task.read_text().split()]
+            except OSError:
+                continue
+            found += children
+            parents += children
     return found

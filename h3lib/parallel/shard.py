@@ -147,6 +147,8 @@ class SeqShard:
 
     def gather_sequence(self, x: Tensor) -> Tensor:
         """All rows in logical order: `[T_shard, ...]` to `[T, ...]`, an all-gather over cp."""
+        if self.owner.layout.cp == 1:
+            return x
         return self.mesh.cp.all_gather_rows(x, self.owner.shard_row_cuts())
 
     def sum_feature_units(

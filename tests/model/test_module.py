@@ -131,3 +131,26 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
         block.norm1.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(DOUT)
+
+
+def test_a_block_lets_go_of_what_its_forward_kept_and_refuses_a_second_backward():
+    shard = SeqShard.canonical(131, SMALL_BLOCKS)
+    given = block_inputs(TINY, SOURCE, PACKED, shard, seed=1)
+    block = Block(TINY, shard, block_weights(TINY, SOURCE, shard))
+    with pytest.raises(OperandError, match="backward of a block: received 'no forward before it'"):
+        block.backward(given.dout)
+    block.forward(given.x, given.temb, given.rows)
+    first = block.backward(given.dout)
+    kept = [
+        value
+        for part in (block, block.attention, block.feed_forward, block.norm1.norm, block.norm2.norm)
+        for value in vars(part).values()
+        if isinstance(value, torch.Tensor) and len(value) == 131 and value.is_floating_point()
+    ]
+    assert not kept and not block.ctx.gradients
+    with pytest.raises(OperandError, match="no forward before it"):
+        block.backward(given.dout)
+    block.forward(given.x, given.temb, given.rows)
+    again = block.backward(given.dout)
+    for name, value in first.parameters.items():
+        assert _bytes_equal(value, again.parameters[name]), name

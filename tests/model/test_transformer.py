@@ -55,6 +55,17 @@ def test_frozen_inputs_leave_the_parameters_as_they_are():
     _same(found.parameters, {name: _whole()[name] for name in found.parameters})
 
 
+def test_gradients_are_handed_out_part_by_part_and_not_kept():
+    model, parts = Transformer(TINY, SeqShard.canonical(132), WEIGHTS), []
+    model.forward(INPUTS, BLOCK_INPUTS)
+    found = model.backward(*GRADIENTS, take=parts.append)
+    assert found.parameters == {} and len(parts) == 5
+    names = [sorted(part)[0].rsplit(".", 1)[0] for part in parts]
+    assert names[0] == "audio_proj_out" and names[1].startswith("transformer_blocks.1")
+    every = {name: value for part in parts for name, value in part.items()}
+    _same(every, {name: _whole()[name] for name in WEIGHTS})
+
+
 @pytest.mark.parametrize("change", ("permuted", "padded"))
 def test_storage_is_not_in_the_bytes(change):
     """Rows stored in another order, or with padding between, and index sets in another order."""

@@ -13,24 +13,40 @@ from support import (
     normal,
     quiet,
     round_bf16,
+    row_unit_edges,
     special,
     tensor,
+    tree_of,
 )
 
-from h3lib.contract import OperandError
+from h3lib.contract import Contract, OperandError, RowUnits
 from h3lib.ops.adaln import (
     adaln_input_backward,
     adaln_input_forward,
     gated_residual_backward,
     gated_residual_forward,
-    modulate_backward,
     modulate_forward,
+    modulated_norm_backward,
     table_rows,
     timestep_chain_dw,
+    timestep_chain_product,
 )
+from h3lib.ops.fold import row_unit_roots
+from h3lib.ops.norm import norm_dw_terms, rms_norm_backward, rms_norm_forward
 from h3lib.ops.swiglu import silu, silu_derivative
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+SMALL = Contract(row_block=4, key_block=16)
+ROWS = torch.tensor([3, 3, 0, 1, 3, 2])  # rows of a table of 4
+
+
+def one_each(num_rows):
+    """Every row has a table row of its own, and a row fold of its own."""
+    return torch.arange(num_rows)
+
+
+def fold_place(num_rows, contract=SMALL):
+    return RowUnits(num_rows, contract), range(64)
 
 
 def test_table_row_is_timestep_times_three_plus_tag_and_padding_counts_as_video():
@@ -40,39 +56,86 @@ def test_table_row_is_timestep_times_three_plus_tag_and_padding_counts_as_video(
 
 @given(st.integers(0, 10**6))
 def test_modulation_rounds_scale_product_and_sum(seed):
-    h, shift, scale = (special(seed + i, 6, 9) for i in range(3))
+    h, table = special(seed, 6, 9), special(seed + 1, 4, 6, 9)
+    shift, scale = table[:, 3], table[:, 1]
     with np.errstate(all="ignore"):
-        one_plus = round_bf16(np.float32(1) + f32(scale))
-        expected = round_bf16(round_bf16(f32(h) * one_plus) + f32(shift))
-    assert_same_bytes(modulate_forward(h, shift, scale), tensor(expected, BF16))
+        one_plus = round_bf16(np.float32(1) + f32(scale[ROWS]))
+        expected = round_bf16(round_bf16(f32(h) * one_plus) + f32(shift[ROWS]))
+    assert_same_bytes(modulate_forward(h, shift, scale, ROWS), tensor(expected, BF16))
 
 
-@given(st.integers(0, 10**6))
-def test_modulation_backward_rounds_dh_and_not_the_terms(seed):
-    da, h, scale = (special(seed + i, 6, 9) for i in range(3))
-    dh, terms = modulate_backward(da, h, scale)
+def chains_by_group(terms, groups, num_groups, contract=SMALL):
+    """Row folds of FP32 terms in NumPy, each restricted to the rows of its group."""
+    edges = row_unit_edges(len(terms), contract.row_block, contract.key_block)
+    roots = []
+    for g in range(num_groups):
+        units = []
+        for b0, b1 in edges:
+            blocks = [
+                range(i * contract.row_block, (i + 1) * contract.row_block) for i in range(b0, b1)
+            ]
+            chains = [
+                chain_of(terms[[t for t in block if t < len(terms) and groups[t] == g]])
+                for block in blocks
+            ]
+            sums = np.array(chains, dtype=terms.dtype).reshape(-1, *terms.shape[1:])
+            units.append(chain_of(sums))
+        roots.append(tree_of(units))
+    return np.array(roots)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_modulated_norm_backward_rounds_h_and_dh_and_no_term(seed, num_rows):
+    da, x = special(seed, num_rows, 9), special(seed + 1, num_rows, 9)
+    w, scale = special(seed + 2, 9), special(seed + 3, 3, 9)
+    groups = torch.randint(3, (num_rows,), generator=torch.Generator().manual_seed(seed))
+    h, r = rms_norm_forward(x, w, 1e-5)
+    place = fold_place(num_rows)
+    dh, table, dw = modulated_norm_backward(da, x, w, r, scale, groups, *place)
     with np.errstate(all="ignore"):
-        one_plus = round_bf16(np.float32(1) + f32(scale))
-        expected = tensor(round_bf16(f32(da) * one_plus), BF16)
-        dscale = torch.from_numpy(f32(da) * f32(h))
-    assert_same_bytes(dh, expected)
-    assert terms.shape == (6, 2, 9) and terms.dtype == F32
-    assert_same_bytes(terms[:, 0], da.float())
-    assert_same_bytes(terms[:, 1], dscale)
+        one_plus = round_bf16(np.float32(1) + f32(scale[groups]))
+        dh_of = round_bf16(f32(da) * one_plus)
+        terms = np.stack((f32(da), f32(da) * f32(h)), 1)
+        dw_terms = dh_of * (f32(x) * r.numpy())
+        table_of = chains_by_group(terms, groups, 3)
+        dw_of = chains_by_group(dw_terms, torch.zeros(num_rows), 1)
+    assert_same_bytes(dh, tensor(dh_of, BF16))
+    assert table.dtype == dw.dtype == F32
+    assert_same_bytes(table[0], torch.from_numpy(table_of))
+    assert_same_bytes(dw, torch.from_numpy(dw_of))
 
 
 @given(st.integers(0, 10**6))
 def test_gated_residual_rounds_the_gated_branch_then_the_sum(seed):
-    x, gate, y = (special(seed + i, 6, 9) for i in range(3))
+    x, y, gate = special(seed, 6, 9), special(seed + 1, 6, 9), special(seed + 2, 4, 9)
     with np.errstate(all="ignore"):
-        branch = round_bf16(f32(gate) * f32(y))
+        branch = round_bf16(f32(gate[ROWS]) * f32(y))
         expected = tensor(round_bf16(f32(x) + branch), BF16)
-        dy_of, dgate_of = round_bf16(f32(gate) * f32(x)), f32(x) * f32(y)
-    assert_same_bytes(gated_residual_forward(x, gate, y), expected)
-    dy, dgate = gated_residual_backward(x, gate, y)
+        dy_of, terms = round_bf16(f32(gate[ROWS]) * f32(x)), f32(x) * f32(y)
+        dgate_of = chains_by_group(terms, ROWS, 4)
+    assert_same_bytes(gated_residual_forward(x, gate, y, ROWS), expected)
+    dy, dgate = gated_residual_backward(x, gate, y, ROWS, *fold_place(6))
     assert_same_bytes(dy, tensor(dy_of, BF16))
     assert dgate.dtype == F32
-    assert_same_bytes(dgate, torch.from_numpy(dgate_of))
+    assert_same_bytes(dgate[0], torch.from_numpy(dgate_of))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 150), st.integers(0, 63), st.integers(1, 64))
+def test_a_rank_has_the_roots_of_its_row_units(seed, num_rows, first, count):
+    """Roots over some row units are those of the same terms, folded by `row_unit_roots`."""
+    units = range(first, min(first + count, 64))
+    rows = RowUnits(num_rows, SMALL)
+    own = rows.row_unit_rows(units)
+    part = slice(own.start, own.stop)
+    da, x, w = special(seed, num_rows, 5)[part], special(seed + 1, num_rows, 5)[part], normal(2, 5)
+    scale, groups = normal(3, 3, 5), torch.arange(num_rows)[part] % 3
+    h, r = rms_norm_forward(x, w, 1e-5)
+    dh, table, dw = modulated_norm_backward(da, x, w, r, scale, groups, rows, units)
+    terms = torch.stack((da.float(), da.float() * h.float()), 1)
+    assert_same_bytes(table, row_unit_roots(terms, rows, units, groups, 3))
+    assert_same_bytes(dw, row_unit_roots(norm_dw_terms(dh, x, r), rows, units)[:, 0])
+    _, dgate = gated_residual_backward(da, scale, x, groups, rows, units)
+    assert_same_bytes(dgate, row_unit_roots(da.float() * x.float(), rows, units, groups, 3))
 
 
 def test_skipping_a_rounding_point_would_show():
@@ -80,20 +143,35 @@ def test_skipping_a_rounding_point_would_show():
     h, scale = torch.tensor([1.0078125], dtype=BF16), torch.tensor([2.0**-7], dtype=BF16)
     shift = torch.tensor([2.0**-8], dtype=BF16)
     fused = (h.float() * (1 + scale.float()) + shift.float()).to(BF16)
-    assert modulate_forward(h, shift, scale).item() == 1.015625
+    found = modulate_forward(*(t[None] for t in (h, shift, scale)), torch.zeros(1).long())
+    assert found.item() == 1.015625
     assert fused.item() == 1.0234375
 
 
 @given(st.integers(0, 10**6), st.integers(1, 70))
 def test_rows_are_independent(seed, num_rows):
-    rows = [special(seed + i, num_rows, 19) for i in range(3)]
-    for function in (
-        modulate_forward,
-        modulate_backward,
-        gated_residual_forward,
-        gated_residual_backward,
-    ):
-        assert_row_invariant(function, rows, seed)
+    rows = [special(seed + i, num_rows, 19) for i in range(2)]
+    groups = torch.randint(4, (num_rows,), generator=torch.Generator().manual_seed(seed))
+    shift, scale, w = special(seed + 2, 4, 19), special(seed + 3, 4, 19), normal(4, 19)
+
+    def modulate(h, _, rows):
+        return modulate_forward(h, shift, scale, rows)
+
+    def modulated_norm(da, x, rows):
+        r = rms_norm_forward(x, w, 1e-5)[1]
+        place = fold_place(len(x))
+        return modulated_norm_backward(da, x, w, r, scale, rows, *place)[0]
+
+    def residual(x, y, rows):
+        dy = gated_residual_backward(x, scale, y, rows, *fold_place(len(x)))[0]
+        return gated_residual_forward(x, scale, y, rows), dy
+
+    for function in (modulate, modulated_norm, residual):
+        # Poisoned neighbours may have any table row, so theirs stay in range by the remainder.
+        def call(a, b, groups, function=function):
+            return function(a, b, groups.to(torch.int64) % 4)
+
+        assert_row_invariant(call, [*rows, groups.float()], seed)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40))
@@ -154,35 +232,44 @@ def test_columns_of_the_weight_gradient_are_rows_of_the_whole():
         assert_same_bytes(part_bias, dbias[a:b])
 
 
-def test_fp64_ops_equal_autograd_through_the_gather():
+def test_rounding_where_the_chain_is_finished_gives_the_rounded_root():
+    dm, s = normal(0, 3, 48), normal(1, 3, 5)
+    roots = timestep_chain_dw(dm, s)
+    for found, root in zip(timestep_chain_product(dm, s, BF16), roots, strict=True):
+        assert_same_bytes(found, root.to(BF16))
+
+
+def test_fp64_ops_equal_autograd_through_norm_and_table():
     """At most 8 products of values below 6 in FP64: error below 8 * 300 * 2^-53 < 3e-13."""
     t, d, e = 10, 7, 5
-    x, y, h, dout = (normal(i, t, d, dtype=F64) for i in range(4))
-    shapes = ((2, e), (9 * d, e), (9 * d,))
-    temb, w, bias = (normal(9 + i, *shape, dtype=F64) for i, shape in enumerate(shapes))
+    x, y, z, dout = (normal(i, t, d, dtype=F64) for i in range(4))
+    shapes = ((2, e), (9 * d, e), (9 * d,), (d,))
+    temb, w, bias, weight = (normal(9 + i, *shape, dtype=F64) for i, shape in enumerate(shapes))
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 4, 2])
-    leaves = [z.clone().requires_grad_() for z in (y, h, temb, w, bias)]
-    yg, hg, tembg, wg, biasg = leaves
+    leaves = [v.clone().requires_grad_() for v in (y, z, temb, w, bias, weight)]
+    yg, zg, tembg, wg, biasg, weightg = leaves
     s = tembg * torch.sigmoid(tembg)
     shift, scale, gate = (s @ wg.T + biasg).view(6, 3, d)[rows].unbind(1)
-    a = hg * (1 + scale) + shift
+    normed = zg * torch.rsqrt((zg * zg).mean(-1, keepdim=True) + 1e-5) * weightg
+    a = normed * (1 + scale) + shift
     out = x + gate * yg
     expected = torch.autograd.grad([a, out], leaves, [dout, dout])
 
     s = adaln_input_forward(temb, F64)
-    table = (s @ w.T + bias).view(6, 3, d)
-    shift, scale, gate = table[rows].unbind(1)
-    close = {"a": (modulate_forward(h, shift, scale), a.detach())}
-    close["out"] = gated_residual_forward(x, gate, y), out.detach()
-    dh, terms = modulate_backward(dout, h, scale)
-    dy, dgate = gated_residual_backward(dout, gate, y)
-    dtable = torch.zeros(6, 3, d, dtype=F64)
-    dtable.index_add_(0, rows, torch.cat((terms, dgate[:, None]), 1))
-    dm = dtable.view(2, -1)
+    shift, scale, gate = (s @ w.T + bias).view(6, 3, d).unbind(1)
+    h, r = rms_norm_forward(z, weight, 1e-5)
+    close = {"a": (modulate_forward(h, shift, scale, rows), a.detach())}
+    close["out"] = gated_residual_forward(x, gate, y, rows), out.detach()
+    place = fold_place(t)
+    dh, table, dw_norm = modulated_norm_backward(dout, z, weight, r, scale, rows, *place)
+    dz = rms_norm_backward(dh, z, weight, r)
+    dy, dgate = gated_residual_backward(dout, gate, y, rows, *place)
+    dm = torch.cat((table[0], dgate[0][:, None]), 1).view(2, -1)
     dw, dbias = timestep_chain_dw(dm, s)
     dtemb = adaln_input_backward(dm @ w, temb)
-    names = ("dy", "dh", "dtemb", "dw", "dbias")
-    close |= dict(zip(names, zip((dy, dh, dtemb, dw, dbias), expected, strict=True), strict=True))
+    names = ("dy", "dz", "dtemb", "dw", "dbias", "dw of the norm")
+    found = (dy, dz, dtemb, dw, dbias, dw_norm[0])
+    close |= dict(zip(names, zip(found, expected, strict=True), strict=True))
     for name, (value, want) in close.items():
         assert value.dtype == F64
         assert (value - want).abs().max() < 3e-12, name
@@ -191,11 +278,31 @@ def test_fp64_ops_equal_autograd_through_the_gather():
 @pytest.mark.parametrize(
     "call,reason",
     [
-        (lambda a, b: modulate_forward(a, a, b), "dtype of scale: received torch.float32; .* as h"),
-        (lambda a, b: modulate_backward(a, b, a), "dtype of h: received torch.float32; .* as da"),
-        (lambda a, b: gated_residual_forward(a, b, a), "dtype of gate: received torch.float32"),
-        (lambda a, b: gated_residual_backward(a, a, b), "dtype of y: received torch.float32"),
-        (lambda a, b: modulate_forward(*[a.half()] * 3), "dtype of h: received torch.float16; acc"),
+        (
+            lambda a, b: modulate_forward(a, a, b, one_each(2)),
+            "dtype of scale: received torch.float32; .* as h",
+        ),
+        (
+            lambda a, b: gated_residual_forward(a, b, a, one_each(2)),
+            "dtype of gate: received torch.float32",
+        ),
+        (
+            lambda a, b: gated_residual_backward(a, a, b, one_each(2), *fold_place(2)),
+            "dtype of y: received torch.float32",
+        ),
+        (
+            lambda a, b: modulate_forward(*[a.half()] * 3, one_each(2)),
+            "dtype of h: received torch.float16; acc",
+        ),
+        (
+            lambda a, b: modulate_forward(a, a, a, one_each(2) + 1),
+            "table row: received 2; accepted: 0 to 1",
+        ),
+        (
+            lambda a, b: gated_residual_forward(a, a, a, one_each(2) - 1),
+            "table row: received -1; accepted: 0 to 1",
+        ),
+        (lambda a, b: modulate_forward(a, a, a, one_each(3)), "shape of table_rows"),
         (lambda a, b: timestep_chain_dw(a, b), "dtype of s: received torch.float32; .* as dm"),
         (
             lambda a, b: timestep_chain_dw(a, a[:1]),

@@ -21,7 +21,12 @@ from support import (
 )
 
 from h3lib.contract import Contract, OperandError, RowUnits
-from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
+from h3lib.ops.norm import (
+    head_norm_dw_leaves,
+    norm_dw_terms,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 EPS = 1e-5
@@ -48,7 +53,7 @@ def backward_of(dy, x, w, r) -> tuple[np.ndarray, np.ndarray]:
 def test_norm_and_its_backward_round_once_after_fp32_arithmetic(dtype, shape):
     x, dy, w = (normal(i, *s, dtype=dtype) for i, s in ((0, shape), (1, shape), (2, shape[-1:])))
     y, r = rms_norm_forward(x, w, EPS)
-    dx, terms = rms_norm_backward(dy, x, w, r)
+    dx, terms = rms_norm_backward(dy, x, w, r), norm_dw_terms(dy, x, r)
     y_of, r_of = forward_of(f32(x), f32(w))
     dx_of, terms_of = backward_of(f32(dy), f32(x), f32(w), r_of)
     rounded = round_bf16 if dtype == BF16 else np.asarray
@@ -61,9 +66,19 @@ def test_norm_and_its_backward_round_once_after_fp32_arithmetic(dtype, shape):
 def test_terms_of_the_weight_gradient_are_not_rounded_to_bf16():
     x, w, dy = normal(0, 8, 32), normal(1, 32), normal(2, 8, 32)
     _, r = rms_norm_forward(x, w, EPS)
-    _, terms = rms_norm_backward(dy, x, w, r)
+    terms = norm_dw_terms(dy, x, r)
     assert terms.dtype == F32
     assert not torch.equal(terms, terms.to(BF16).float())
+
+
+def test_another_gradient_is_added_after_rounding_and_the_sum_is_rounded():
+    x, w, dy, dx0 = normal(0, 30, 32), normal(1, 32), normal(2, 30, 32), normal(3, 30, 32)
+    _, r = rms_norm_forward(x, w, EPS)
+    dx = rms_norm_backward(dy, x, w, r)
+    found = rms_norm_backward(dy, x, w, r, dx0)
+    assert_same_bytes(found, tensor(round_bf16(f32(dx0) + f32(dx)), BF16))
+    unrounded = torch.from_numpy(backward_of(f32(dy), f32(x), f32(w), r.numpy())[0])
+    assert not torch.equal(found, (dx0.float() + unrounded).to(BF16))
 
 
 def test_norm_of_zeros_and_of_subnormals_is_finite():
@@ -83,7 +98,7 @@ def test_rows_are_independent(seed, num_rows, width):
 
     def both(x, dy):
         y, r = rms_norm_forward(x, w, EPS)
-        return y, r, *rms_norm_backward(dy, x, w, r)
+        return y, r, rms_norm_backward(dy, x, w, r), norm_dw_terms(dy, x, r)
 
     assert_row_invariant(both, [x, dy], seed)
 
@@ -104,7 +119,7 @@ def test_fp64_norm_and_its_gradients_equal_autograd():
     expected = xg / torch.sqrt((xg * xg).mean(-1, keepdim=True) + EPS) * wg
     dx_of, dw_of = torch.autograd.grad(expected, (xg, wg), dy)
     y, r = rms_norm_forward(x, w, EPS)
-    dx, terms = rms_norm_backward(dy, x, w, r)
+    dx, terms = rms_norm_backward(dy, x, w, r), norm_dw_terms(dy, x, r)
     assert y.dtype == dx.dtype == terms.dtype == F64
     for value, want in ((y, expected.detach()), (dx, dx_of), (terms.sum(0), dw_of)):
         assert (value - want).abs().max() < 2e-12
@@ -134,9 +149,18 @@ def leaves_of(terms: np.ndarray, contract: Contract, num_feature_units: int) -> 
 @pytest.mark.parametrize("contract", [SMALL, Contract()], ids=lambda c: c.id)
 @pytest.mark.parametrize("num_rows", [1, 5, 64, 65, 264, 530])
 def test_head_norm_leaves_are_chains_over_rows_then_heads(num_rows, contract):
-    terms = normal(num_rows, num_rows, 8, 3, dtype=F32)
-    leaves = head_norm_dw_leaves(terms, RowUnits(num_rows, contract), range(8), 4)
-    assert_same_bytes(leaves, torch.from_numpy(leaves_of(f32(terms), contract, 4)))
+    dy, x = (normal(num_rows + i, num_rows, 8, 3) for i in range(2))
+    r = rms_norm_forward(x, torch.ones(3, dtype=BF16), EPS)[1]
+    leaves = head_norm_dw_leaves(dy, x, r, RowUnits(num_rows, contract), range(8), 4)
+    assert leaves.dtype == F32
+    terms = f32(dy) * (f32(x) * r.numpy())
+    assert_same_bytes(leaves, torch.from_numpy(leaves_of(terms, contract, 4)))
+
+
+def leaves_of_terms(terms: torch.Tensor, *place) -> torch.Tensor:
+    """Leaves whose terms are dy itself: x and r are one."""
+    ones = torch.ones_like(terms)
+    return head_norm_dw_leaves(terms, ones, ones[..., :1], *place)
 
 
 def test_heads_outer_would_read_differently():
@@ -144,27 +168,27 @@ def test_heads_outer_would_read_differently():
     big = 2.0**25
     terms = torch.zeros(2, 2, 1)
     terms[0, 0], terms[0, 1], terms[1, 0] = big, 1.0, -big  # heads outer: big - big + 1
-    assert head_norm_dw_leaves(terms, RowUnits(2, SMALL), range(8), 1).sum() == 0.0
+    assert leaves_of_terms(terms, RowUnits(2, SMALL), range(8), 1).sum() == 0.0
     terms[0, 0], terms[0, 1], terms[1, 0] = big, -big, 1.0  # heads outer: big + 1 - big
-    assert head_norm_dw_leaves(terms, RowUnits(2, SMALL), range(8), 1).sum() == 1.0
+    assert leaves_of_terms(terms, RowUnits(2, SMALL), range(8), 1).sum() == 1.0
 
 
 @given(st.integers(0, 10**6), st.integers(1, 150), st.integers(0, 7), st.integers(1, 8))
 def test_a_rank_has_the_leaves_of_its_rows_and_heads(seed, num_rows, first, count):
     last = min(first + count, 8)
     terms, rows = special(seed, num_rows, 8, 2, dtype=F32), RowUnits(num_rows, SMALL)
-    whole = head_norm_dw_leaves(terms, rows, range(8), 4)
+    whole = leaves_of_terms(terms, rows, range(8), 4)
     own = rows.sequence_unit_rows(range(first, last))
     part = terms[own.start : own.stop, 2:6]
-    found = head_norm_dw_leaves(part, rows, range(first, last), 2)
+    found = leaves_of_terms(part, rows, range(first, last), 2)
     assert_same_bytes(found, whole[first:last, 1:3])
 
 
 def test_leaves_of_negative_zero_terms_and_of_no_rows_are_positive_zero():
     rows = RowUnits(5, SMALL)
-    leaves = head_norm_dw_leaves(torch.full((5, 4, 2), -0.0), rows, range(8), 2)
+    leaves = leaves_of_terms(torch.full((5, 4, 2), -0.0), rows, range(8), 2)
     assert_same_bytes(leaves, torch.zeros(8, 2, 2))
-    none = head_norm_dw_leaves(torch.zeros(0, 4, 2), rows, range(0, 3), 2)
+    none = leaves_of_terms(torch.zeros(0, 4, 2), rows, range(0, 3), 2)
     assert_same_bytes(none, torch.zeros(3, 2, 2))
 
 

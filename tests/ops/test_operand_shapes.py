@@ -19,6 +19,13 @@ def z(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
 
 HEADS, QUERY = z(5, 2, 4), z(5, 2, dtype=F32)
 ROWS = RowUnits(5)
+
+
+def head_norm_dw_leaves(dy: int, x: int, r: int, units: int) -> torch.Tensor:
+    operands = z(dy, 4, 3), z(x, 4, 3), z(r, 4, 1, dtype=F32)
+    return norm.head_norm_dw_leaves(*operands, ROWS, range(8), units)
+
+
 CASES = {
     "bias of one": (lambda: gemm.linear_forward(z(6, 4), z(5, 4), z(1)), "bias"),
     "bias of rows": (lambda: gemm.linear_forward(z(6, 4), z(5, 4), z(6, 5)), "bias"),
@@ -29,8 +36,50 @@ CASES = {
         lambda: gemm.unit_tree_roots([(z(5, 8), z(8, 3)), (z(1, 8), z(8, 3))], range(8), 8),
         "shape of a",
     ),
-    "one shift": (lambda: adaln.modulate_forward(z(6, 4), z(1, 4), z(6, 4)), "shape of shift"),
-    "one gate": (lambda: adaln.gated_residual_forward(z(6, 4), z(4), z(6, 4)), "shape of gate"),
+    "one scale": (
+        lambda: adaln.modulate_forward(z(6, 4), z(6, 4), z(1, 4), torch.arange(6)),
+        "shape of scale",
+    ),
+    "narrow shift": (
+        lambda: adaln.modulate_forward(z(6, 4), z(6, 1), z(6, 4), torch.arange(6)),
+        "shape of shift",
+    ),
+    "one gate": (
+        lambda: adaln.gated_residual_forward(z(6, 4), z(4), z(6, 4), torch.arange(6)),
+        "shape of gate",
+    ),
+    "one table row": (
+        lambda: adaln.gated_residual_forward(z(6, 4), z(6, 4), z(6, 4), torch.arange(1)),
+        "shape of table_rows",
+    ),
+    "one y row": (
+        lambda: adaln.gated_residual_backward(
+            z(5, 4), z(5, 4), z(1, 4), torch.arange(5), ROWS, range(64)
+        ),
+        "shape of y",
+    ),
+    "rows of other units": (
+        lambda: adaln.gated_residual_backward(
+            z(5, 4), z(5, 4), z(5, 4), torch.arange(5), ROWS, range(8)
+        ),
+        "shape of terms",
+    ),
+    "one modulated r": (
+        lambda: adaln.modulated_norm_backward(
+            z(5, 4), z(5, 4), z(4), z(1, 1, dtype=F32), z(5, 4), torch.arange(5), ROWS, range(64)
+        ),
+        "shape of r",
+    ),
+    "one modulated weight": (
+        lambda: adaln.modulated_norm_backward(
+            z(5, 4), z(5, 4), z(1), z(5, 1, dtype=F32), z(5, 4), torch.arange(5), ROWS, range(64)
+        ),
+        "shape of w",
+    ),
+    "one dx0": (
+        lambda: norm.rms_norm_backward(z(6, 4), z(6, 4), z(4), z(6, 1, dtype=F32), z(1, 4)),
+        "shape of dx0",
+    ),
     "bf16 temb": (lambda: adaln.adaln_input_forward(z(2, 4), torch.bfloat16), "dtype of temb"),
     "one ds": (lambda: adaln.adaln_input_backward(z(1, 4), z(2, 4, dtype=F32)), "shape of ds"),
     "one r": (
@@ -45,11 +94,10 @@ CASES = {
         lambda: norm.rms_norm_backward(z(6, 4), z(6, 4), z(1), z(6, 1, dtype=F32)),
         "shape of w",
     ),
-    "more terms": (
-        lambda: norm.head_norm_dw_leaves(z(9, 4, 3, dtype=F32), ROWS, range(8), 2),
-        "shape of terms",
-    ),
-    "heads": (lambda: norm.head_norm_dw_leaves(z(5, 4, 3, dtype=F32), ROWS, range(8), 3), "heads"),
+    "more rows": (lambda: head_norm_dw_leaves(9, 9, 9, 2), "shape of x"),
+    "more dy": (lambda: head_norm_dw_leaves(9, 5, 5, 2), "shape of dy"),
+    "one r of heads": (lambda: head_norm_dw_leaves(5, 5, 1, 2), "shape of r"),
+    "heads": (lambda: head_norm_dw_leaves(5, 5, 5, 3), "heads"),
     "few groups": (
         lambda: fold.row_unit_roots(z(5, 2, dtype=F32), ROWS, range(64), torch.zeros(3).long(), 2),
         "shape of groups",

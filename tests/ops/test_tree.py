@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import assert_same_bytes, cuts_of, f32, halves_of, normal, special, tree_of
 
 from h3lib.contract import ContractError, OperandError
-from h3lib.ops.tree import in_row_tree, partial_roots, root_nodes, tree_sum
+from h3lib.ops.tree import in_row_tree, partial_roots, root_nodes, stacked_roots, tree_sum
 
 BIG = 2.0**25  # BIG + 1 == BIG and 1 - BIG == -BIG in FP32
 
@@ -142,3 +142,11 @@ def test_probes_read_the_in_row_tree_back(width):
 def test_in_row_tree_of_negative_zeros_depends_on_the_width_alone():
     assert_same_bytes(in_row_tree(torch.full((1, 4), -0.0)), torch.tensor([[-0.0]]))
     assert_same_bytes(in_row_tree(torch.full((1, 3), -0.0)), torch.tensor([[0.0]]))
+
+
+@given(st.integers(0, 10**6), st.integers(0, 63), st.integers(1, 64))
+def test_stacked_roots_are_those_of_the_same_leaves(seed, first, count):
+    owned = range(first, min(first + count, 64))
+    leaves = special(seed, len(owned), 5, dtype=torch.float32)
+    expected = partial_roots(lambda unit: leaves[unit - first], owned, 64)
+    assert_same_bytes(stacked_roots(leaves, owned, 64), expected)

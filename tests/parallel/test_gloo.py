@@ -17,9 +17,10 @@ from rank_support import Ranks
 from h3lib.contract import PeerError
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
-from h3lib.parallel.gloo import GlooWorld, launched, require_same
+from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.hierarchical import HierarchicalCollective
 from h3lib.parallel.nccl import NcclTransport
+from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import ThreadWorld
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -113,7 +114,7 @@ def agree(world: GlooWorld, folder: Path) -> dict:
         return world.connect(ranks, rank)
 
     found = {
-        "launched": launched(),
+        "place": own_place().rank,
         "ranks": (world.rank, world.size),
         "empty": connect(WHOLE).exchange([torch.zeros(0, 3)] * 4, [(0, 3)] * 4),
         "same": error_of(require_same, world, dict(SAME)),
@@ -227,8 +228,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_ranks_know_their_place(agreed):
     assert [found["ranks"] for found in agreed] == [(rank, 4) for rank in range(4)]
-    assert all(found["launched"] for found in agreed)
-    assert not launched()
+    assert [found["place"] for found in agreed] == [0, 1, 2, 3]
+    assert own_place() is None
     assert all(found["objects"] == [{"rank": r} for r in range(4)] for found in agreed)
 
 

@@ -15,5 +15,6 @@ from h3lib.ops.hopper import (  # noqa: F401
     gemm_tree,
     row_product,
     rowwise,
+    rowwise_fold,
     rowwise_norm,
 )

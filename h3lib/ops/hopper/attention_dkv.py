@@ -25,7 +25,6 @@ from h3lib.ops.hopper.attention_tiles import (
     GRADIENT_SCALE,
     SCORE_SCALE,
     TILE_ROWS,
-    Launch,
     check_attention,
     check_rows,
     check_statistics,
@@ -44,6 +43,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from h3lib.ops.hopper.launch import Launch
 
 GROUPS = gl.constexpr(2)
 SLOTS = gl.constexpr(4)  # blocks of 64 queries in flight; 3 was 2 % slower (H200, 2026-11-30)
@@ -231,6 +231,6 @@ def attention_dkv(
     if len(k):
         padded = -(-len(q) // TILE_ROWS) * TILE_ROWS
         by_head = torch.empty((2, q.shape[1], padded), dtype=torch.float32, device=q.device)
-        by_head_launch(lse, delta, by_head).start(q.device)
-        dkv_launch(q, k, v, dout, by_head, dk, dv, num_multiprocessors(q.device)).start(q.device)
+        by_head_launch(lse, delta, by_head).start()
+        dkv_launch(q, k, v, dout, by_head, dk, dv, num_multiprocessors(q.device)).start()
     return dk, dv

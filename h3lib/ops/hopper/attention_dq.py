@@ -28,7 +28,6 @@ from h3lib.ops.hopper.attention_tiles import (
     ROW,
     SCORE_SCALE,
     TILE_ROWS,
-    Launch,
     check_attention,
     check_rows,
     check_statistics,
@@ -46,6 +45,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from h3lib.ops.hopper.launch import Launch
 
 GROUPS = gl.constexpr(2)
 SLOTS = gl.constexpr(
@@ -229,5 +229,5 @@ def attention_dq(
     check_rows("k", k)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q):
-        dq_launch(q, k, v, dout, lse, delta, dq, num_multiprocessors(q.device)).start(q.device)
+        dq_launch(q, k, v, dout, lse, delta, dq, num_multiprocessors(q.device)).start()
     return dq

@@ -29,7 +29,6 @@ from h3lib.ops.hopper.attention_tiles import (
     ROW,
     SCORE_SCALE,
     TILE_ROWS,
-    Launch,
     check_attention,
     check_rows,
     divide,
@@ -48,6 +47,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from h3lib.ops.hopper.launch import Launch
 
 SLOTS = gl.constexpr(2)  # K and V in flight: 2 x (32 + 32) KB beside Q and out, 230 KB in all
 
@@ -256,5 +256,5 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tu
     if len(q):
         programs = num_multiprocessors(q.device)
         groups = groups_for(len(q), q.shape[1], programs)
-        forward_launch(q, k, v, out, lse, programs, groups).start(q.device)
+        forward_launch(q, k, v, out, lse, programs, groups).start()
     return out, lse

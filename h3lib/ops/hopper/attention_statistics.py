@@ -17,8 +17,9 @@ from torch import Tensor
 
 from h3lib.contract import Contract, OperandError
 from h3lib.ops import attention
-from h3lib.ops.hopper.attention_tiles import TILE_ROWS, Launch, check_attention
+from h3lib.ops.hopper.attention_tiles import TILE_ROWS, check_attention
 from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES
+from h3lib.ops.hopper.launch import Launch
 
 DELTA_ROWS = 32
 
@@ -101,5 +102,5 @@ def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
     check_attention(Contract(), {"out": out, "dout": dout}, {})
     delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
     if len(out):
-        delta_launch(dout, out, delta).start(out.device)
+        delta_launch(dout, out, delta).start()
     return delta

@@ -13,7 +13,6 @@ Exponent and logarithm are `ex2.approx.ftz` and `lg2.approx.ftz`, pinned with th
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,19 +40,6 @@ ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, ACC.value))
 
 FP32_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-class Launch(NamedTuple):
-    """A kernel, its operands and its fixed options: tests compile one, ops start it."""
-
-    kernel: object
-    operands: tuple
-    options: dict
-    grid: tuple[int, ...]
-
-    def start(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self.kernel[self.grid](*self.operands, **self.options)
 
 
 def heads_map(name: str, x: Tensor, rows: int) -> TensorDescriptor:

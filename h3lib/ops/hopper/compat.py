@@ -84,15 +84,18 @@ def num_multiprocessors(device: torch.device) -> int:
 def check_device(**operands: Tensor) -> None:
     """**Raises:** OperandError for an operand that is not on a CUDA device; BackendError for a GPU
     of another architecture than sm_90. Operands on `meta` pass: they compile, they do not run."""
+    current = None
     for name, tensor in operands.items():
-        if tensor.device.type == "meta":
+        device = tensor.device
+        if device.type == "meta":
             continue
-        if tensor.device.type != "cuda":
-            raise OperandError(f"device of {name}", str(tensor.device), "cuda, for back end triton")
-        if tensor.device.index != (current := torch.cuda.current_device()):
+        if device.type != "cuda":
+            raise OperandError(f"device of {name}", str(device), "cuda, for back end triton")
+        current = torch.cuda.current_device() if current is None else current
+        if device.index != current:
             accepted = f"cuda:{current}, the current device"
-            raise OperandError(f"device of {name}", str(tensor.device), accepted)
-        if (found := _capability(tensor.device.index)) != CAPABILITY:
+            raise OperandError(f"device of {name}", str(device), accepted)
+        if (found := _capability(current)) != CAPABILITY:
             accepted = "sm_90 (compute capability 9.0)"
             raise BackendError("compute capability", f"{found[0]}.{found[1]}", accepted)
 

@@ -1,11 +1,12 @@
 """Which tile a product runs with: one table for each (op, architecture), read by shape alone.
 
-    Tile   128 x columns, blocks of `depth` steps, a ring of `stages` blocks, `group` row tiles side
-           by side in L2, the second warpgroup `lag` blocks behind the first
+    Tile   rows x columns, blocks of `depth` steps, a ring of `stages` blocks, `group` row tiles
+           side by side in L2, the second warpgroup `lag` blocks behind the first, at most `units`
+           units of a tree to a program
 
 Nothing here is part of the bits: an entry moves where and when an element is made, never which
 additions make it, and `tests/ops/hopper/test_gemm_gpu.py` holds every entry to the same bytes.
-Nothing is tuned at run time; `h3lib.bench.gemm` gives what each entry costs.
+Nothing is tuned at run time; `reports/h200/kernels-gemm-tiles.json` holds what each entry costs.
 
 The first entry of a table whose limits the shape meets is taken. A lag needs `stages + lag` blocks
 a unit: with fewer the first warpgroup could lap the second and the barrier's parity would repeat.
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from h3lib.contract import BackendError
 
 ARCHITECTURE = "sm_90"
+WHOLE_ROWS = 128
+TAIL = 8  # the least n of a wgmma
 MAX_DEPTH = 64  # of every entry; the units that a lag is judged by are counted in these
 
 
@@ -30,6 +33,35 @@ class Tile:
     stages: int = 5
     group: int = 8
     lag: int = 0
+    rows: int = 128
+    units: int = 8
+    thin: bool = False  # the last row tile has TAIL rows or fewer, and no more is multiplied
+
+    @property
+    def swapped(self) -> bool:
+        """Whether rows lie on the instruction's n side, columns on its m side."""
+        return self.thin or self.rows != WHOLE_ROWS
+
+    @property
+    def m(self) -> int:
+        """What one of the two warpgroups has of the instruction's m side."""
+        return (self.columns if self.swapped else self.rows) // 2
+
+    @property
+    def n(self) -> int:
+        if not self.swapped:
+            return self.columns
+        return self.rows if self.thin else self.rows - TAIL
+
+    @property
+    def tail(self) -> int:
+        """More of the n side, by instructions of its own: a block's extents are powers of two."""
+        return TAIL if self.swapped else 0
+
+    def runs(self, unit_blocks: int, unit_start: int) -> bool:
+        """Whether units of so many blocks of MAX_DEPTH that start so can be made with this tile."""
+        enough = not self.lag or unit_blocks >= self.stages + self.lag
+        return enough and unit_start % self.depth == 0
 
 
 @dataclass(frozen=True)
@@ -38,30 +70,46 @@ class Entry:
 
     tile: Tile
     min_rows: int = 1
+    max_rows: int | None = None
     max_columns: int | None = None
 
     def serves(self, rows: int, columns: int, unit_blocks: int, unit_start: int) -> bool:
         """`unit_blocks` of MAX_DEPTH in the shortest unit; `unit_start` divides units' starts."""
         tile = self.tile
-        enough = not tile.lag or unit_blocks >= tile.stages + tile.lag
-        narrow = self.max_columns is None or columns <= self.max_columns
-        return rows >= self.min_rows and narrow and enough and unit_start % tile.depth == 0
+        return (
+            self.min_rows <= rows
+            and (self.max_rows is None or rows <= self.max_rows)
+            and (self.max_columns is None or columns <= self.max_columns)
+            and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
+            and (tile.rows == WHOLE_ROWS or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
+            and tile.runs(unit_blocks, unit_start)
+        )
 
 
 WIDE = Tile(columns=256, stages=3, group=16)
+SPLIT_MAX_ROWS = 128
+TAIL_MAX_ROWS = 272
 
 TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
-    # Few rows are bound by L2, so tiles are wide; ff-down's dx would need two waves of them.
+    # 264 rows: two tiles of 136 read the weights twice, three of 128 would read them three times.
     ("linear_forward", "sm_90"): (
         Entry(WIDE, min_rows=513),
+        Entry(Tile(rows=136, depth=32, stages=10), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
+        Entry(Tile(rows=264, depth=32, stages=6), min_rows=257, max_rows=264),
         Entry(Tile(columns=256, stages=3, group=4)),
     ),
     ("linear_dx", "sm_90"): (
         Entry(WIDE, min_rows=513),
+        Entry(Tile(rows=136, depth=32, stages=10), max_rows=TAIL_MAX_ROWS, max_columns=66 * 128),
+        Entry(Tile(rows=264, depth=32, stages=6), min_rows=257, max_rows=264),
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
+    # One tile of 128 rows keeps 42 of 132 multiprocessors busy at 5376 columns, two keep 84.
     ("unit_tree", "sm_90"): (
+        Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
+        Entry(Tile(thin=True, stages=4, lag=2), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(thin=True, stages=4), max_rows=TAIL_MAX_ROWS),
         Entry(Tile(lag=2)),
         Entry(Tile()),
     ),
@@ -72,6 +120,36 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
         Entry(Tile(depth=16)),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Fp32Tile:
+    """A choice of the FP32 chain, which runs on the CUDA cores in plain Triton."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    stages: int = 3
+
+
+FP32_TILES: dict[str, tuple[tuple[int, Fp32Tile], ...]] = {
+    "sm_90": (
+        (1024, Fp32Tile(64, 64, 16, num_warps=4)),
+        (1, Fp32Tile(64, 64, 32, num_warps=4)),
+    ),
+}
+"""(columns from which on a tile is taken, tile), descending."""
+
+
+def fp32_tile_for(columns: int) -> Fp32Tile:
+    """The tile of the FP32 chain that the table gives for this shape."""
+    return next(tile for least, tile in FP32_TILES[ARCHITECTURE] if columns >= least)
+
+
+def fp32_tiles() -> tuple[Fp32Tile, ...]:
+    """Every tile in the FP32 chain's table."""
+    return tuple(tile for _, tile in FP32_TILES[ARCHITECTURE])
 
 
 def tile_for(

@@ -1,17 +1,20 @@
 """Row folds on Hopper: sums over rows that are no products, without atomics.
 
-    1  chains      one program a row block and column tile: rows ascending from +0, one add a row
-    2  row units   row blocks of a row unit added in ascending order from +0
-    3  the tree    halves of aligned spans, the lower index on the left
+    chains   one program a row block and column tile: rows ascending from +0, one add a row
+    roots    row blocks of a row unit ascending from +0, then the tree, lower index on the left
 
-The terms are read once, in FP32; sums of row blocks are 1/64 of that, so steps 2 and 3 cost little.
-The orders are the eager ones and every step is one IEEE add: the bits equal the eager op's on the
-same terms. A row that is not of a group adds +0 to it, which changes nothing (no sum is -0).
+Chains read terms (`row_unit_roots`) or make them from BF16 operands (`head_norm_dw_leaves`, and
+`rowwise_fold.py` in the pass that makes the gradient of the rows); their sums are 1/64 of the rows,
+so the roots cost little. The orders are the eager ones and every step is one IEEE operation: the
+bits equal the eager op's. A row that is not of a group adds +0 to it: no sum is -0.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,15 +24,22 @@ from torch import Tensor
 from h3lib.contract import (
     NUM_ROW_UNITS,
     ROW_UNITS_PER_SEQUENCE_UNIT,
+    ContractError,
     OperandError,
     RowUnits,
     subtree_roots,
 )
 from h3lib.ops import fold, norm
 from h3lib.ops.hopper.compat import check_device
+from h3lib.ops.hopper.launch import Launch
 
+BF16 = torch.bfloat16
 COLUMNS = 256
 OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
+HEAD_STAGES = 3  # rows in flight, in shared memory: 7 KB of two operands a program
+HEAD_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+ROOT_COLUMNS = 32
+ROOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])
@@ -53,35 +63,54 @@ def row_blocks_kernel(
     tl.store(at, total, mask=present[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "heads_per_unit"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def head_blocks_kernel(
-    terms, sums, num_rows, num_heads, heads_per_unit,
-    ROW_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    dy, x, r, sums, num_rows, num_heads,
+    HEADS: tl.constexpr, ROW_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """sums[block, unit, channel] = one chain over rows (outer) and the unit's heads (inner)."""
+    """sums[block, unit, channel] = one chain of dy (x r) over rows (outer) and heads (inner).
+
+    HEADS of a unit are the model's, the same for every layout.
+    """
     block, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, HEAD_DIM)
     total = tl.zeros((HEAD_DIM,), tl.float32)
     first = block * ROW_BLOCK
-    steps = tl.minimum(num_rows - first, ROW_BLOCK).to(tl.int32) * heads_per_unit
-    for i in range(steps):
-        row, head = first + i // heads_per_unit, unit * heads_per_unit + i % heads_per_unit
-        total += tl.load(terms + (row * num_heads + head) * HEAD_DIM + channel)
+    count = tl.minimum(num_rows - first, ROW_BLOCK).to(tl.int32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        for head in tl.static_range(HEADS):
+            at = (first + i) * num_heads + unit * HEADS + head
+            xhat = tl.load(x + at * HEAD_DIM + channel).to(tl.float32) * tl.load(r + at)
+            total += tl.load(dy + at * HEAD_DIM + channel).to(tl.float32) * xhat
     tl.store(sums + (block * tl.num_programs(1) + unit) * HEAD_DIM + channel, total)
 
 
-@triton.jit(do_not_specialize=["width"])
-def row_units_kernel(sums, starts, units, width, COLUMNS: tl.constexpr):
-    """units[u] = sums of row blocks starts[u] to starts[u + 1], ascending from +0."""
-    unit = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    present = column < width
-    total = tl.zeros((COLUMNS,), tl.float32)
-    first = tl.load(starts + unit)
-    own = sums + first.to(tl.int64) * width
-    for i in range(tl.load(starts + unit + 1) - first):
-        total += tl.load(own + i * width + column, mask=present, other=0.0)
-    tl.store(units + unit * width + column, total, mask=present)
+@triton.jit(do_not_specialize=["first", "most", "width"])
+def roots_kernel(
+    sums, starts, roots, first, most, width, UNITS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """roots[i] = the tree over UNITS row units, each the chain of its row blocks.
+
+    Unit u has the row blocks starts[u] to starts[u + 1], `most` at most.
+    """
+    unit = first + tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(starts + unit)
+    count = tl.load(starts + unit + 1) - start
+    start = start.to(tl.int64)[:, None]
+    present = (column < width)[None, :]
+    nodes = tl.zeros((UNITS, COLUMNS), tl.float32)
+    for i in range(most):  # a unit without an i-th row block adds +0 to a sum that is never -0
+        inside = present & (i < count)[:, None]
+        at = sums + (start + i) * width + column[None, :]
+        nodes += tl.load(at, mask=inside, other=0.0)
+    for level in tl.static_range(0, UNITS.bit_length() - 1):
+        pairs = tl.reshape(nodes, (UNITS >> (level + 1), 2, COLUMNS))
+        left, right = tl.split(tl.permute(pairs, (0, 2, 1)))
+        nodes = left + right
+    root = tl.reshape(nodes, (COLUMNS,))
+    target = roots + tl.program_id(1).to(tl.int64) * width + column
+    tl.store(target, root, mask=column < width)
 
 
 def _check(terms: Tensor) -> None:
@@ -91,31 +120,49 @@ def _check(terms: Tensor) -> None:
         raise OperandError("dtype and strides of terms", received, "torch.float32, contiguous")
 
 
-@functools.cache
-def _row_unit_starts(rows: RowUnits, units: range, device: torch.device) -> Tensor:
-    """First row block of each unit, and the end of the last; kept, so that a CUDA graph that
-    replays the fold after a first eager call copies nothing from the host."""
-    first = rows.row_unit_blocks(units.start).start
-    edges = [rows.row_unit_blocks(u).start - first for u in units]
-    edges.append(rows.row_unit_blocks(units[-1]).stop - first)
-    return torch.tensor(edges, dtype=torch.int32, device=device)
+@dataclass(frozen=True)
+class UnitPlan:
+    """Rows and row blocks of a run of row units, and the row blocks of each: `starts` counts from
+    the first and ends with the end of the last, `most` is the longest's."""
+
+    num_rows: int
+    num_blocks: int
+    starts: Tensor
+    most: int
+
+    @classmethod
+    @functools.cache
+    def of(cls, rows: RowUnits, units: range, device: torch.device) -> UnitPlan:
+        """Kept, so that a CUDA graph copies nothing from the host after a first eager call.
+
+        **Raises:** ContractError for a row block that is not a power of two.
+        """
+        size = rows.contract.row_block
+        if size & (size - 1):
+            raise ContractError("row_block", size, "a power of two, for back end triton")
+        blocks = [rows.row_unit_blocks(unit) for unit in units]
+        edges = [b.start - blocks[0].start for b in blocks] + [blocks[-1].stop - blocks[0].start]
+        num_rows = len(rows.row_unit_rows(units))
+        starts = torch.tensor(edges, dtype=torch.int32, device=device)
+        return cls(num_rows, triton.cdiv(num_rows, size), starts, max(map(len, blocks)))
 
 
-def _row_units(blocks: Tensor, rows: RowUnits, units: range) -> Tensor:
-    """Row blocks `[B, W]` to row units `[len(units), W]`."""
-    width = blocks.shape[1]
-    starts = _row_unit_starts(rows, units, blocks.device)
-    folded = blocks.new_empty((len(units), width))
-    grid = (len(units), triton.cdiv(width, COLUMNS))
-    row_units_kernel[grid](blocks, starts, folded, width, COLUMNS=COLUMNS, **OPTIONS)
-    return folded
+def finish_roots(sums: Tensor, plan: UnitPlan, units: range, spans: Sequence[range]) -> Tensor:
+    """Roots `[len(spans), W]` from the row blocks' sums `[B, W]` of the row units `units`.
 
-
-def _halves(nodes: Tensor) -> Tensor:
-    """The balanced tree over dim 0, a power of two of nodes."""
-    while len(nodes) > 1:
-        nodes = nodes[0::2] + nodes[1::2]
-    return nodes[0]
+    **Order:** row blocks of a unit ascending from +0, a span's units in the balanced tree.
+    """
+    width = sums.shape[1]
+    roots = sums.new_empty((len(spans), width))
+    done = 0
+    for size, group in itertools.groupby(spans, key=len):
+        count = len(list(group))
+        first = spans[done].start - units.start
+        operands = (sums, plan.starts, roots[done:], first, plan.most, width, size, ROOT_COLUMNS)
+        grid = (triton.cdiv(width, ROOT_COLUMNS), count)
+        Launch(roots_kernel, operands, ROOT_OPTIONS, grid).start()
+        done += count
+    return roots
 
 
 @fold.row_unit_roots.register("triton")
@@ -133,53 +180,73 @@ def row_unit_roots(
     **Order:** as the eager op. **Rounds:** nothing. **Raises:** OperandError for other operands.
     """
     _check(terms)
-    owned = len(rows.row_unit_rows(units))
-    if len(terms) != owned:
-        raise OperandError("rows of terms", len(terms), owned)
+    plan = UnitPlan.of(rows, units, terms.device)
+    if len(terms) != plan.num_rows:
+        raise OperandError("rows of terms", len(terms), plan.num_rows)
     width, size = terms.shape[1:].numel(), rows.contract.row_block
     padded = triton.next_power_of_2(num_groups)
-    num_blocks = triton.cdiv(owned, size)
-    blocks = terms.new_empty((num_blocks, padded, width))
-    if num_blocks:
+    blocks = terms.new_empty((plan.num_blocks, padded * width))
+    if plan.num_blocks:
         tile = max(32, COLUMNS // padded)
-        row_blocks_kernel[num_blocks, triton.cdiv(width, tile)](
-            terms, terms if groups is None else groups, blocks, owned, width,
-            ROW_BLOCK=size, GROUPS=padded, GROUPED=groups is not None, COLUMNS=tile, **OPTIONS,
-        )  # fmt: skip
-    folded = _row_units(blocks.view(num_blocks, padded * width), rows, units)
-    roots = [
-        _halves(folded[span.start - units.start : span.stop - units.start])
-        for span in subtree_roots(units.start, units.stop, NUM_ROW_UNITS)
-    ]
-    stacked = torch.stack(roots).view(len(roots), padded, *terms.shape[1:])
-    return stacked[:, :num_groups]
+        grouped = groups is not None
+        operands = (terms, groups if grouped else terms, blocks, plan.num_rows, width)
+        constants = (size, padded, grouped, tile)
+        grid = (plan.num_blocks, triton.cdiv(width, tile))
+        Launch(row_blocks_kernel, (*operands, *constants), OPTIONS, grid).start()
+    spans = subtree_roots(units.start, units.stop, NUM_ROW_UNITS)
+    roots = finish_roots(blocks, plan, units, spans)
+    return roots.view(len(spans), padded, *terms.shape[1:])[:, :num_groups]
 
 
 @norm.head_norm_dw_leaves.register("triton")
 def head_norm_dw_leaves(
-    terms: Tensor, rows: RowUnits, sequence_units: range, num_feature_units: int
+    dy: Tensor,
+    x: Tensor,
+    r: Tensor,
+    rows: RowUnits,
+    sequence_units: range,
+    num_feature_units: int,
 ) -> Tensor:
     """Gradient of norm_q or norm_k by sequence and feature unit, `[S, U_local, H]`.
 
-    terms `[T_local, N_local, H]` FP32 contiguous, H a power of two.
+    dy, x `[T_local, N_local, H]` BF16, r `[T_local, N_local, 1]` FP32, contiguous, H a power of
+    two; the terms dy (x r) are made in registers.
 
     **Order:** as the eager op. **Rounds:** nothing. **Raises:** OperandError for other operands.
     """
-    _check(terms)
-    num_rows, num_heads, width = terms.shape
+    check_device(dy=dy, x=x, r=r)
+    for name, tensor, dtype, last in (
+        ("dy", dy, BF16, x.shape[-1]),
+        ("x", x, BF16, x.shape[-1]),
+        ("r", r, torch.float32, 1),
+    ):
+        received = tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()
+        if received != (dtype, (*x.shape[:-1], last), True):
+            accepted = f"{dtype}, {(*x.shape[:-1], last)}, contiguous"
+            raise OperandError(name, received, accepted)
+    num_rows, num_heads, width = x.shape
     if width & (width - 1) or num_heads % num_feature_units:
         accepted = f"heads divisible by {num_feature_units}, a head dim that is a power of two"
         raise OperandError("heads and head dim", (num_heads, width), accepted)
-    size = rows.contract.row_block
-    num_blocks = triton.cdiv(num_rows, size)
-    blocks = terms.new_empty((num_blocks, num_feature_units, width))
-    if num_blocks:
-        head_blocks_kernel[num_blocks, num_feature_units](
-            terms, blocks, num_rows, num_heads, num_heads // num_feature_units,
-            ROW_BLOCK=size, HEAD_DIM=width, **OPTIONS,
-        )  # fmt: skip
     per = ROW_UNITS_PER_SEQUENCE_UNIT
     units = range(per * sequence_units.start, per * sequence_units.stop)
-    folded = _row_units(blocks.view(num_blocks, num_feature_units * width), rows, units)
-    by_sequence = folded.view(len(sequence_units), per, num_feature_units, width)
-    return _halves(by_sequence.transpose(0, 1))
+    plan = UnitPlan.of(rows, units, x.device)
+    if num_rows != plan.num_rows:
+        raise OperandError("rows of x", num_rows, plan.num_rows)
+    sums = r.new_empty((plan.num_blocks, num_feature_units * width))
+    if plan.num_blocks:
+        head_launch(dy, x, r, sums, rows.contract.row_block, num_feature_units).start()
+    spans = [range(per * unit, per * (unit + 1)) for unit in sequence_units]
+    leaves = finish_roots(sums, plan, units, spans)
+    return leaves.view(len(sequence_units), num_feature_units, width)
+
+
+def head_launch(
+    dy: Tensor, x: Tensor, r: Tensor, sums: Tensor, row_block: int, num_feature_units: int
+) -> Launch:
+    """Chains of every row block and feature unit."""
+    num_rows, num_heads, width = x.shape
+    per_unit = num_heads // num_feature_units
+    operands = (dy, x, r, sums, num_rows, num_heads, per_unit, row_block, width, HEAD_STAGES)
+    grid = (triton.cdiv(num_rows, row_block), num_feature_units)
+    return Launch(head_blocks_kernel, operands, HEAD_OPTIONS, grid)

@@ -17,10 +17,8 @@ from h3lib.contract import OperandError
 from h3lib.ops.backend import check_operands, check_shape
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
+from h3lib.ops.hopper.directives import MAX_DEPTH, Fp32Tile, Tile, fp32_tile_for, tile_for
 from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_last, prepare, right_operand
-
-FP32_TILE = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 
 
 @linear_forward.register("triton")
@@ -86,7 +84,11 @@ def chain_launch(
 
 
 def chain_fp32(
-    a: Tensor, b: Tensor, into: Tensor | None = None, bias: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    into: Tensor | None = None,
+    bias: Tensor | None = None,
+    tile: Fp32Tile | None = None,
 ) -> Tensor:
     """C = a @ b + bias for FP32 a `[M, K]`, b `[K, N]`; `into` is a chain to go on with, in place.
 
@@ -100,12 +102,20 @@ def chain_fp32(
         return out.zero_() if into is None else out
     a_k_first, a_stride = _leading("a", a)
     b_k_first, b_stride = _leading("b", b)
-    grid = (triton.cdiv(out.shape[0], FP32_TILE["BM"]), triton.cdiv(out.shape[1], FP32_TILE["BN"]))
+    tile = tile or fp32_tile_for(out.shape[1])
+    grid = (triton.cdiv(out.shape[0], tile.rows), triton.cdiv(out.shape[1], tile.columns))
     chain_fp32_kernel[grid](
-        a, b, out, bias, *out.shape, a.shape[1], a_stride, b_stride,
-        TA=a_k_first, TB=b_k_first, INTO=into is not None, BIAS=bias is not None, **FP32_TILE,
+        a, b, out, bias, *out.shape, a.shape[1], a_stride, b_stride, TA=a_k_first, TB=b_k_first,
+        INTO=into is not None, BIAS=bias is not None, **fp32_options(tile),
     )  # fmt: skip
     return out
+
+
+def fp32_options(tile: Fp32Tile) -> dict[str, int]:
+    return {
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth,
+        "num_warps": tile.num_warps, "num_stages": tile.stages,
+    }  # fmt: skip
 
 
 def _leading(name: str, x: Tensor) -> tuple[bool, int]:

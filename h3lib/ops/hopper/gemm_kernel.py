@@ -5,9 +5,13 @@
 * WIDTH 1 is a chain, 2, 4 and 8 are subtrees of the unit tree; out is BF16 (rounded once) or FP32.
 * A unit is a run of *blocks* of BK steps; what a box reads outside of it is filled with zeros, and
   a chain from +0 is never -0.0, so the added zeros change no bit.
-* A tile is 128 x BN. Two consumer warpgroups take 64 rows each, one warp loads by TMA.
+* Two consumer warpgroups take BM of the instruction's m side each, one warp loads by TMA. Rows lie
+  on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL (8) more
+  than a power of two: 264 rows are then two tiles of 136, where 128 would need a third one. Or the
+  third is THIN: its 8 rows are multiplied by instructions of n = 8.
+* An accumulator is a tuple: the tile and, with SWAP, its tail.
 * Pending sums: two live in registers beside the accumulator, the first half of eight units waits in
-  shared memory. `_add` is pinned assembly: with a plain `+` LLVM moves the add past the next unit,
+  shared memory. `add` is pinned assembly: with a plain `+` LLVM moves the add past the next unit,
   four tiles are alive, registers spill and ptxas serialises wgmma (warning C7512).
 * The second warpgroup runs LAG blocks behind, so that one drains while the other multiplies.
 """
@@ -15,7 +19,6 @@
 from __future__ import annotations
 
 from h3lib.ops.hopper.compat import (
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -24,6 +27,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from h3lib.ops.hopper.gemm_epilogue import Sink, add, held, hold, store
 from h3lib.ops.hopper.gemm_producer import (
     Form,
     Ring,
@@ -33,17 +37,46 @@ from h3lib.ops.hopper.gemm_producer import (
     unit_blocks,
 )
 
-GROUP_ROWS = 64  # rows of one consumer warpgroup: wgmma's own m
-TILE_ROWS = 128
 NUM_WARPS = 4
 MAX_REGISTERS = 168  # at entry, times 12 warps; then the consumers take 240 and the producer 24
 
 
 @gluon.jit
-def _add(x, y):
-    return gl.inline_asm_elementwise(
-        "add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=False, pack=1
-    )
+def _add_each(x, y, S: gl.constexpr):
+    if S.TAIL:
+        return add(x[0], y[0]), add(x[1], y[1])
+    else:
+        return (add(x[0], y[0]),)
+
+
+@gluon.jit
+def _zeros(S: gl.constexpr):
+    if S.TAIL:
+        return (
+            gl.zeros((S.BM, S.BN), gl.float32, S.L),
+            gl.zeros((S.BM, S.TAIL), gl.float32, S.LT),
+        )
+    else:
+        return (gl.zeros((S.BM, S.BN), gl.float32, S.L),)
+
+
+@gluon.jit
+def _wait(acc, PENDING: gl.constexpr, S: gl.constexpr):
+    """The accumulator once at most PENDING blocks' products are in flight."""
+    if S.TAIL:
+        tile, tail = warpgroup_mma_wait(2 * PENDING, deps=acc)
+        return tile, tail
+    else:
+        return (warpgroup_mma_wait(PENDING, deps=acc),)
+
+
+@gluon.jit
+def _in_flight(acc, S: gl.constexpr):
+    """An accumulator as a loop carries it."""
+    if S.TAIL:
+        return warpgroup_mma_init(acc[0]), warpgroup_mma_init(acc[1])
+    else:
+        return (warpgroup_mma_init(acc[0]),)
 
 
 @gluon.jit
@@ -51,20 +84,19 @@ def _multiply(acc, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: g
     """Issue the products of one block; FRESH starts a chain from +0."""
     mbarrier.wait(ring.full.index(slot), phase)
     if S.TA:
-        a = ring.a.index(slot * 2 + W).reshape([S.BK, 64]).permute((1, 0))
+        a = ring.a.index(slot * 2 + W).reshape([S.BK, S.BM]).permute((1, 0))
     else:
-        a = ring.a.index(slot * 2 + W).reshape([64, S.BK])
+        a = ring.a.index(slot * 2 + W).reshape([S.BM, S.BK])
     if S.TB:
         b = ring.b.index(slot).reshape([S.BK, S.BN])
     else:
         b = ring.b.index(slot).reshape([S.BN, S.BK]).permute((1, 0))
-    return warpgroup_mma(a, b, acc, use_acc=not FRESH, is_async=True)
-
-
-@gluon.jit
-def _start(ring, slot, phase, W: gl.constexpr, S: gl.constexpr):
-    acc = gl.zeros((64, S.BN), gl.float32, S.L)
-    return _multiply(acc, ring, slot, phase, True, W, S)
+    tile = warpgroup_mma(a, b, acc[0], use_acc=not FRESH, is_async=True)
+    if S.TAIL:
+        c = ring.tail.index(slot).reshape([S.TAIL, S.BK]).permute((1, 0))
+        return tile, warpgroup_mma(a, c, acc[1], use_acc=not FRESH, is_async=True)
+    else:
+        return (tile,)
 
 
 @gluon.jit
@@ -74,15 +106,15 @@ def _continue(acc, ring, slot, phase, start, stop, W: gl.constexpr, S: gl.conste
         done = slot
         slot, phase = advance(slot, phase, S.STAGES)
         acc = _multiply(acc, ring, slot, phase, False, W, S)
-        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+        acc = _in_flight(_wait(acc, 1, S), S)
         mbarrier.arrive(ring.empty.index(done), count=1)
     return acc, slot, phase
 
 
 @gluon.jit
-def _finish(acc, ring, slot, PENDING: gl.constexpr):
+def _finish(acc, ring, slot, PENDING: gl.constexpr, S: gl.constexpr):
     """The chain's value; PENDING 1 if the next chain's first block is already in flight."""
-    acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+    acc = _wait(acc, PENDING, S)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     return acc
 
@@ -92,7 +124,7 @@ def _first_chain(ring, slot, phase, lag_phase, count, W: gl.constexpr, S: gl.con
     """The chain that opens a subtree; warpgroup 1 waits until warpgroup 0 is LAG blocks in."""
     if S.LAG > 0 and W == 1:
         mbarrier.wait(ring.lag, lag_phase)
-    acc = _start(ring, slot, phase, W, S)
+    acc = _multiply(_zeros(S), ring, slot, phase, True, W, S)
     if S.LAG > 0 and W == 0:
         acc, slot, phase = _continue(acc, ring, slot, phase, 1, S.LAG, W, S)
         mbarrier.arrive(ring.lag, count=1)
@@ -106,8 +138,8 @@ def _next_chain(acc, ring, slot, phase, W: gl.constexpr, S: gl.constexpr):
     """(value of the chain `acc`, the next one in flight, slot, phase): drains under products."""
     done = slot
     slot, phase = advance(slot, phase, S.STAGES)
-    following = _start(ring, slot, phase, W, S)
-    return _finish(acc, ring, done, 1), following, slot, phase
+    following = _multiply(_zeros(S), ring, slot, phase, True, W, S)
+    return _finish(acc, ring, done, 1, S), following, slot, phase
 
 
 @gluon.jit
@@ -123,23 +155,23 @@ def _subtree(ring, slot, phase, lag_phase, unit, plan, WIDTH: gl.constexpr, W: g
     if WIDTH > 2:
         _, count = unit_blocks(unit + 2, plan, S.FOLD)
         value, acc, slot, phase = _next_chain(acc, ring, slot, phase, W, S)
-        pair = _add(left, value)
+        pair = _add_each(left, value, S)
         acc, slot, phase = _continue(acc, ring, slot, phase, 1, count, W, S)
         _, count = unit_blocks(unit + 3, plan, S.FOLD)
         left, acc, slot, phase = _next_chain(acc, ring, slot, phase, W, S)
         acc, slot, phase = _continue(acc, ring, slot, phase, 1, count, W, S)
-    value = _finish(acc, ring, slot, 0)
+    value = _finish(acc, ring, slot, 0, S)
     slot, phase = advance(slot, phase, S.STAGES)
     if WIDTH > 1:
-        value = _add(left, value)
+        value = _add_each(left, value, S)
     if WIDTH > 2:
-        value = _add(pair, value)
+        value = _add_each(pair, value, S)
     return value, slot, phase
 
 
 @gluon.jit
 def _pass_over(ring, slot, phase, unit, plan, S: gl.constexpr):
-    """Hand back the blocks of a tile in which this warpgroup has no rows."""
+    """Hand back the blocks of a tile in which this warpgroup has nothing."""
     for u in range(S.WIDTH):
         _, count = unit_blocks(unit + u, plan, S.FOLD)
         for _ in range(count):
@@ -150,48 +182,52 @@ def _pass_over(ring, slot, phase, unit, plan, S: gl.constexpr):
 
 
 @gluon.jit
-def _store(value, out, bias, staging, root, row, column, num_columns, W: gl.constexpr,
-           STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
-    """Add the bias, round once, and leave the rest to the TMA."""
-    if BIAS:
-        at = column + gl.arange(0, S.BN, gl.SliceLayout(0, S.L))
-        added = gl.load(bias + at, mask=at < num_columns, other=0.0).to(gl.float32)
-        value = _add(value, added[None, :])
-    box = staging.index(W * STAGING)
-    box.reshape([64, S.BN]).store(value.to(out.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [root, row, column], box)
+def _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan, num_rows, num_columns,
+          W: gl.constexpr, STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+    """One tile's share of this warpgroup, from its first block to its store."""
+    if S.WIDTH == 8:
+        value = _zeros(S)
+        for h in range(2):  # a loop: half the code, and 1 to 3 % faster than two copies
+            value, slot, phase = _subtree(ring, slot, phase, h, unit + 4 * h, plan, 4, W, S)
+            if h == 0:
+                hold(value, sink, W, S)
+            else:
+                value = _add_each(held(sink, W, S), value, S)
+    else:
+        value, slot, phase = _subtree(ring, slot, phase, lag_phase, unit, plan, S.WIDTH, W, S)
+        tma.store_wait(0)
+    store(value, sink, root, m, n, num_rows, num_columns, W, STAGING, BIAS, S)
+    return slot, phase
 
 
 @gluon.jit
-def _consumer(out, bias, ring, staging, pending, grid, plan, num_rows, num_columns, W: gl.constexpr,
-              GROUP: gl.constexpr, STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):
-    """Rows 64 W .. 64 W + 63 of every tile of this program."""
+def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GROUP: gl.constexpr,
+              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr,
+              T: gl.constexpr):  # fmt: skip
+    """BM W .. BM W + BM - 1 on the m side of every tile of this program; T: a thin tile's form."""
+    m_extent = num_columns if S.SWAP else num_rows
     slot = 0
     phase = 0
     lag_phase = 0
     for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
-        root, row, column = tile_place(t, grid, GROUP)
-        row = row * 128 + W * 64
+        root, m, n = tile_place(t, grid, GROUP, S)
+        m = m + W * S.BM
         unit = grid[3] + root * S.WIDTH
-        if row >= num_rows:
+        if m >= m_extent:
             slot, phase = _pass_over(ring, slot, phase, unit, plan, S)
-        elif S.WIDTH == 8:
-            value = gl.zeros((64, S.BN), gl.float32, S.L)
-            for h in range(2):  # a loop: half the code, and 1 to 3 % faster than two copies
-                value, slot, phase = _subtree(ring, slot, phase, h, unit + 4 * h, plan, 4, W, S)
-                if h == 0:
-                    tma.store_wait(0)  # the last tile's output lies in the same memory
-                    pending.index(W).store(value)
-                else:
-                    value = _add(pending.index(W).load(S.L), value)
-            _store(value, out, bias, staging, root, row, column * S.BN, num_columns, W, STAGING,
-                   BIAS, S)  # fmt: skip
+        elif S.THIN:
+            if n + T.BN >= num_rows:
+                thin = Ring(ring.a, ring.tail, ring.tail, ring.full, ring.empty, ring.lag)
+                out = Sink(sink.out_tail, sink.out_tail, sink.bias, sink.staging_tail,
+                           sink.staging_tail, sink.pending_tail, sink.pending_tail)  # fmt: skip
+                slot, phase = _tile(out, thin, slot, phase, lag_phase, root, m, n, unit, plan,
+                                    num_rows, num_columns, W, 1, BIAS, T)  # fmt: skip
+            else:
+                slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
+                                    num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         else:
-            value, slot, phase = _subtree(ring, slot, phase, lag_phase, unit, plan, S.WIDTH, W, S)
-            tma.store_wait(0)
-            _store(value, out, bias, staging, root, row, column * S.BN, num_columns, W, STAGING,
-                   BIAS, S)  # fmt: skip
+            slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
+                                num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         lag_phase = lag_phase ^ 1
     tma.store_wait(0)
 
@@ -202,29 +238,53 @@ def _consumer(out, bias, ring, staging, pending, grid, plan, num_rows, num_colum
     do_not_specialize_on_alignment=["bias"],
 )  # fmt: skip
 def gemm_kernel(
-    a0, a1, a2, b0, b1, b2, out, bias, roots, row_tiles, column_tiles, first_unit,
-    plan0, plan1, plan2, plan3, num_rows, num_columns,
-    WIDTH: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, TA: gl.constexpr,
+    a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail, bias,
+    roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
+    WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, TA: gl.constexpr,
     TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One persistent program a multiprocessor; tiles by stride, so no tile depends on arrival."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
-    S: gl.constexpr = Form(WIDTH, BN, BK, STAGES, LAG, TA, TB, FOLD, L)
+    LT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
+    )
+    STEP: gl.constexpr = BN if THIN else BN + TAIL
+    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, L,
+                           LT)  # fmt: skip
+    S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
+                           TA, TB, FOLD, L, LT)  # fmt: skip
+    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, LT,
+                           LT)  # fmt: skip
+    b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1
     if WIDTH == 8:
         half: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        pending = gl.allocate_shared_memory(gl.float32, [2, 64, BN], half)
-        staging = pending._reinterpret(out.dtype, [2 * STAGING, 1, 64, BN], out.layout)
+        pending = gl.allocate_shared_memory(gl.float32, [2, BM, BN], half)
+        staging = pending._reinterpret(out.dtype, [2 * STAGING] + out.block_shape, out.layout)
     else:
-        staging = gl.allocate_shared_memory(out.dtype, [2, 1, 64, BN], out.layout)
+        staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
         pending = staging
+    if TAIL:
+        ring_tail = gl.allocate_shared_memory(b0.dtype, [STAGES] + tail0.block_shape, tail0.layout)
+        staging_tail = gl.allocate_shared_memory(
+            out.dtype, [2] + out_tail.block_shape, out_tail.layout
+        )
+        if WIDTH == 8:
+            half_tail: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            pending_tail = gl.allocate_shared_memory(gl.float32, [2, BM, TAIL], half_tail)
+        else:
+            pending_tail = staging_tail
+    else:
+        ring_tail, staging_tail, pending_tail = b_ring, staging, pending
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
         gl.allocate_shared_memory(a0.dtype, [STAGES * 2] + a0.block_shape, a0.layout),
-        gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout),
+        b_ring,
+        ring_tail,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [1, 1], barrier).index(0),
@@ -233,12 +293,14 @@ def gemm_kernel(
         mbarrier.init(ring.full.index(i), count=1)
         mbarrier.init(ring.empty.index(i), count=2)
     mbarrier.init(ring.lag, count=1)
+    sink = Sink(out, out_tail, bias, staging, staging_tail, pending, pending_tail)
     grid = (roots, row_tiles, column_tiles, first_unit)
     plan = (plan0, plan1, plan2, plan3)
+    m_extent = num_columns if SWAP else num_rows
+    n_extent = num_rows if SWAP else num_columns
     gl.warp_specialize([
-        (_consumer, (out, bias, ring, staging, pending, grid, plan, num_rows, num_columns, 0, GROUP,
-                     STAGING, BIAS, S)),
-        (_consumer, (out, bias, ring, staging, pending, grid, plan, num_rows, num_columns, 1, GROUP,
-                     STAGING, BIAS, S)),
-        (producer, ((a0, a1, a2), (b0, b1, b2), ring, grid, plan, num_rows, PARTS, GROUP, S)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S, T)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S, T)),
+        (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
+                    n_extent, PARTS, GROUP, P)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -19,13 +19,7 @@ from torch import Tensor
 from h3lib.contract import OperandError
 from h3lib.ops.hopper.compat import TensorDescriptor, num_multiprocessors, tensor_map
 from h3lib.ops.hopper.directives import Tile
-from h3lib.ops.hopper.gemm_kernel import (
-    GROUP_ROWS,
-    MAX_REGISTERS,
-    NUM_WARPS,
-    TILE_ROWS,
-    gemm_kernel,
-)
+from h3lib.ops.hopper.gemm_kernel import MAX_REGISTERS, NUM_WARPS, gemm_kernel
 
 MAX_PARTS = 3
 MAX_WIDTH = 8
@@ -124,20 +118,31 @@ def prepare(
     **Rounds:** once, to out's dtype.
     """
     roots, rows, columns = out.shape
+    if tile.swapped:
+        a, b = b, a
     strides = (out.stride(0) if roots > 1 else columns, columns, 1)
-    result = tensor_map("result", out, out.shape, strides, (1, GROUP_ROWS, tile.columns))
+
+    def result(box_rows: int, box_columns: int) -> TensorDescriptor:
+        return tensor_map("result", out, out.shape, strides, (1, box_rows, box_columns))
+
     none = [None] * (MAX_PARTS - len(a))
-    maps = [x.descriptor(GROUP_ROWS, tile.depth) for x in a] + none
-    maps += [x.descriptor(tile.columns, tile.depth) for x in b] + none
-    tiles = (roots, -(-rows // TILE_ROWS), -(-columns // tile.columns))
+    maps = [x.descriptor(tile.m, tile.depth) for x in a] + none
+    maps += [x.descriptor(tile.n, tile.depth) for x in b] + none
+    if tile.tail:
+        maps += [x.descriptor(tile.tail, tile.depth) for x in b] + none
+        maps += [result(tile.n, tile.m), result(tile.tail, tile.m)]
+    else:
+        maps += [None] * MAX_PARTS + [result(tile.m, tile.n), None]
+    tiles = (roots, -(-rows // tile.rows), -(-columns // tile.columns))
     plan = (*plan, *[0] * (4 - len(plan)))
     options = {
-        "WIDTH": width, "PARTS": len(a), "BN": tile.columns, "BK": tile.depth,
-        "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
-        "TA": a[0].k_first, "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None,
-        "num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS,
+        "WIDTH": width, "PARTS": len(a), "BM": tile.m, "BN": tile.n, "TAIL": tile.tail,
+        "BK": tile.depth, "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
+        "SWAP": tile.swapped, "THIN": tile.thin, "TA": a[0].k_first,
+        "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None, "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
     programs = min(num_multiprocessors(out.device), math.prod(tiles))
-    arguments = (*maps, result, bias, *tiles, first_unit, *plan, rows, columns)
+    arguments = (*maps, bias, *tiles, first_unit, *plan, rows, columns)
     dtypes = (out.dtype, None if bias is None else bias.dtype)
     return Launch(arguments, options, programs, dtypes)

@@ -16,32 +16,45 @@ from h3lib.ops.hopper.compat import gl, gluon, mbarrier, tma
 
 
 class Form(NamedTuple):
-    """What is fixed when the kernel is compiled; TA, TB: the operand's reduced axis comes first."""
+    """What is fixed when the kernel is compiled; TA, TB: the operand's reduced axis comes first.
+
+    A tile is 2 BM on the instruction's m side and STEP on its n side, where BN or BN + TAIL are
+    multiplied. SWAP says that columns of the result lie on the m side and its rows on the n side;
+    THIN that the last row tile may have TAIL rows at most, and that no other tile has a tail.
+    """
 
     WIDTH: int
+    BM: int
     BN: int
+    TAIL: int
+    STEP: int
     BK: int
     STAGES: int
     LAG: int
+    SWAP: bool
+    THIN: bool
     TA: bool
     TB: bool
     FOLD: bool
     L: object  # layout of an accumulator
+    LT: object  # layout of its tail
 
 
 class Ring(NamedTuple):
     """Blocks on their way from producer to consumers, and the barriers that hand them over."""
 
-    a: object  # slot 2 i + w holds block i of the rows of warpgroup w
+    a: object  # slot 2 i + w holds block i of the m side of warpgroup w
     b: object
+    tail: object  # TAIL more of the n side
     full: object
     empty: object
     lag: object
 
 
 @gluon.jit
-def tile_place(t, grid, GROUP: gl.constexpr):
-    """(root, row tile, column tile) of tile t: GROUP row tiles share a column tile in L2.
+def tile_place(t, grid, GROUP: gl.constexpr, S: gl.constexpr):
+    """(root, first on the m side, first on the n side) of tile t: GROUP row tiles share a column
+    tile in L2.
 
     Row tiles turn by one with every column, so that a thin last one is shared by all programs: 132
     is a multiple of 3, and without the turn a third of them would have nothing else at 264 rows.
@@ -52,7 +65,11 @@ def tile_place(t, grid, GROUP: gl.constexpr):
     size = gl.minimum(grid[1] - first, GROUP)
     t = t - first * grid[2]
     column = t // size
-    return root, first + (t + column) % size, column
+    row = first + (t + column) % size
+    if S.SWAP:
+        return root, column * (2 * S.BM), row * S.STEP
+    else:
+        return root, row * (2 * S.BM), column * S.STEP
 
 
 @gluon.jit
@@ -78,48 +95,73 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(a, b, ring, slot, phase, unit, row, column, k, both, S: gl.constexpr):
-    """One block of both operands. The lower 64 rows are not asked for where there are none: a box
-    wholly outside is slow (65 us against 50 us at 264 rows, H200, 2026-11)."""
-    bar = ring.full.index(slot)
-    mbarrier.wait(ring.empty.index(slot), phase)
-    mbarrier.expect(bar, (128 + S.BN) * S.BK * 2, pred=both)
-    mbarrier.expect(bar, (64 + S.BN) * S.BK * 2, pred=both == 0)
-    upper = ring.a.index(slot * 2)
-    lower = ring.a.index(slot * 2 + 1)
-    if S.TA:
-        tma.async_copy_global_to_shared(a, [unit, k, row], bar, upper)
-        tma.async_copy_global_to_shared(a, [unit, k, row + 64], bar, lower, pred=both)
+def _expect(bar, both, tail, S: gl.constexpr):
+    """Bytes of one block: one or `both` halves of the m side, the n side with or without a tail."""
+    half: gl.constexpr = S.BM * S.BK * 2
+    whole: gl.constexpr = 2 * half
+    rest: gl.constexpr = S.BN * S.BK * 2
+    if S.TAIL:
+        other: gl.constexpr = (S.TAIL if S.THIN else S.BN + S.TAIL) * S.BK * 2
+        mbarrier.expect(bar, whole + other, pred=both & tail)
+        mbarrier.expect(bar, half + other, pred=(both == 0) & tail)
+        mbarrier.expect(bar, whole + rest, pred=both & (tail == 0))
+        mbarrier.expect(bar, half + rest, pred=(both == 0) & (tail == 0))
     else:
-        tma.async_copy_global_to_shared(a, [unit, row, k], bar, upper)
-        tma.async_copy_global_to_shared(a, [unit, row + 64, k], bar, lower, pred=both)
-    if S.TB:
-        tma.async_copy_global_to_shared(b, [unit, k, column], bar, ring.b.index(slot))
-    else:
-        tma.async_copy_global_to_shared(b, [unit, column, k], bar, ring.b.index(slot))
+        mbarrier.expect(bar, whole + rest, pred=both)
+        mbarrier.expect(bar, half + rest, pred=both == 0)
 
 
 @gluon.jit
-def producer(a, b, ring, grid, plan, num_rows, PARTS: gl.constexpr, GROUP: gl.constexpr,
-              S: gl.constexpr):  # fmt: skip
+def _load(a, b, b_tail, ring, slot, phase, unit, m, n, k, both, tail, S: gl.constexpr):
+    """One block of both operands. The second half of the m side, and the tail, are not asked for
+    where there are none: a box wholly outside is slow (65 us against 50 us at 264 rows, H200,
+    2026-11)."""
+    bar = ring.full.index(slot)
+    mbarrier.wait(ring.empty.index(slot), phase)
+    _expect(bar, both, tail, S)
+    upper = ring.a.index(slot * 2)
+    lower = ring.a.index(slot * 2 + 1)
+    if S.TA:
+        tma.async_copy_global_to_shared(a, [unit, k, m], bar, upper)
+        tma.async_copy_global_to_shared(a, [unit, k, m + S.BM], bar, lower, pred=both)
+    else:
+        tma.async_copy_global_to_shared(a, [unit, m, k], bar, upper)
+        tma.async_copy_global_to_shared(a, [unit, m + S.BM, k], bar, lower, pred=both)
+    if S.TB:
+        tma.async_copy_global_to_shared(b, [unit, k, n], bar, ring.b.index(slot))
+    elif S.THIN:
+        tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot), pred=tail == 0)
+        tma.async_copy_global_to_shared(b_tail, [unit, n, k], bar, ring.tail.index(slot), pred=tail)
+    else:
+        tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot))
+        if S.TAIL:
+            tma.async_copy_global_to_shared(
+                b_tail, [unit, n + S.BN, k], bar, ring.tail.index(slot), pred=tail
+            )
+
+
+@gluon.jit
+def producer(a, b, b_tail, ring, grid, plan, m_extent, n_extent, PARTS: gl.constexpr,
+             GROUP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Every block of every tile of this program, in the order in which the consumers take them."""
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
-        root, row, column = tile_place(t, grid, GROUP)
-        row = row * 128
-        column = column * S.BN
-        both = row + 64 < num_rows
+        root, m, n = tile_place(t, grid, GROUP, S)
+        both = m + S.BM < m_extent
+        tail = n + S.TAIL >= n_extent if S.THIN else n + S.BN < n_extent
         for u in range(S.WIDTH):
             unit = grid[3] + root * S.WIDTH + u
             if S.FOLD:
                 first, count = unit_blocks(unit, plan, True)
                 for i in range(first, first + count):
-                    _load(a[0], b[0], ring, slot, phase, 0, row, column, i * S.BK, both, S)
+                    k = i * S.BK
+                    _load(a[0], b[0], b_tail[0], ring, slot, phase, 0, m, n, k, both, tail, S)
                     slot, phase = advance(slot, phase, S.STAGES)
             else:
                 for part in gl.static_range(PARTS):
                     for i in range(plan[part]):
                         k = i * S.BK
-                        _load(a[part], b[part], ring, slot, phase, unit, row, column, k, both, S)
+                        _load(a[part], b[part], b_tail[part], ring, slot, phase, unit, m, n, k,
+                              both, tail, S)  # fmt: skip
                         slot, phase = advance(slot, phase, S.STAGES)

@@ -3,12 +3,17 @@
     roots     FP32, one complete subtree of 1, 2, 4 or 8 units each, for a rank that owns some units
     product   all units here: the root is rounded in the epilogue, no FP32 leaves the chip
 
-dx of q, k, v (value, gate) is one chain a unit over block j of each part in turn.
+dx of q, k, v (value, gate) is one chain a unit over block j of each part in turn. Where few rows
+leave multiprocessors without work, a program makes a smaller subtree and a second kernel the rest.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from h3lib.contract import OperandError, subtree_roots
@@ -29,9 +34,7 @@ from h3lib.ops.hopper.gemm_launch import (
 from h3lib.ops.tree import partial_roots
 
 MMA_K = 16
-SPLIT_MAX_ROWS = 128
-"""Up to here every unit gets programs of its own and the leaves are added afterwards: one tile of
-128 rows keeps 42 of 132 multiprocessors busy at 5376 columns."""
+FINISH = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 
 Parts = list[tuple[Tensor, Tensor]]
 
@@ -110,12 +113,54 @@ def _subtree(out: Tensor, parts: Parts, units: range, root: range) -> None:
         )
     blocks = sum(part.shape[1] // len(units) // MAX_DEPTH for part, _ in parts)
     tile = tile_for("unit_tree", *out.shape, blocks)
-    if out.shape[0] <= SPLIT_MAX_ROWS and len(root) > 1:
-        leaves = out.new_empty((len(root), *out.shape), dtype=torch.float32)
-        tree_launch(leaves, parts, units, root.start, 1, tile).run()
-        out.copy_(partial_roots(lambda unit: leaves[unit], range(len(root)), len(root))[0])
-    else:
-        tree_launch(out[None], parts, units, root.start, len(root), tile).run()
+    subtree_launch(out, parts, units, root, tile).run()
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """Smaller subtrees `[R, T, N]` FP32, and the tree over them."""
+
+    nodes: Tensor
+    out: Tensor
+    launch: Launch
+
+    def run(self) -> None:
+        self.launch.run()
+        grid = (triton.cdiv(self.out.numel(), FINISH["BLOCK"]),)
+        finish_kernel[grid](
+            self.nodes, self.out, self.out.numel(), NODES=len(self.nodes), **FINISH
+        )
+
+
+def subtree_launch(
+    out: Tensor, parts: Parts, units: range, root: range, tile: Tile
+) -> Launch | SplitLaunch:
+    """out `[T, N]` contiguous = the subtree `root`, at most `tile.units` units to a program."""
+    width = min(len(root), tile.units)
+    if width == len(root):
+        return tree_launch(out[None], parts, units, root.start, width, tile)
+    nodes = out.new_empty((len(root) // width, *out.shape), dtype=torch.float32)
+    return SplitLaunch(nodes, out, tree_launch(nodes, parts, units, root.start, width, tile))
+
+
+@triton.jit
+def _node(nodes, at, inside, count, i: tl.constexpr):
+    return tl.load(nodes + i * count.to(tl.int64) + at, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def finish_kernel(nodes, out, count, NODES: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the balanced tree over 2, 4 or 8 nodes of `count` elements, rounded to out's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    left = _node(nodes, at, inside, count, 0) + _node(nodes, at, inside, count, 1)
+    if NODES > 2:
+        left += _node(nodes, at, inside, count, 2) + _node(nodes, at, inside, count, 3)
+    if NODES > 4:
+        right = _node(nodes, at, inside, count, 4) + _node(nodes, at, inside, count, 5)
+        right += _node(nodes, at, inside, count, 6) + _node(nodes, at, inside, count, 7)
+        left += right
+    tl.store(out + at, left.to(out.dtype.element_ty), mask=inside)
 
 
 def tree_launch(

@@ -2,13 +2,14 @@
 
     swiglu      y = bf16(value bf16(SiLU(g))),  SiLU(g) = g / (1 + exp(-g))
                 dvalue = bf16(dy bf16(SiLU)),  dgate = bf16(bf16(dy value) (s (1 + g (1 - s))))
-    modulate    a = bf16(bf16(h bf16(1 + scale)) + shift)
-                dh = bf16(da bf16(1 + scale)); terms da, da h in FP32
-    residual    x' = bf16(x + bf16(gate y)); dy = bf16(gate dx), terms dx y in FP32
+    modulate    a = bf16(bf16(h bf16(1 + scale[row])) + shift[row])
+    residual    x' = bf16(x + bf16(gate[row] y))
 
 Every operation is one IEEE FP32 operation in the eager op's order, rounded to bf16 where the eager
 op stores; exp is `ex2.approx(x log2(e))`, pinned here, so swiglu alone differs from eager, in last
 places. One program takes 2,048 columns of one row; an element's bits depend on its operands alone.
+The row of the AdaLN table is read where it is; one that does not exist makes NaN. The backward of
+modulation and residual is in `rowwise_fold.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from h3lib.ops import adaln, swiglu
-from h3lib.ops.hopper.attention_tiles import Launch
-from h3lib.ops.hopper.rowwise_tiles import OPTIONS, UNIT, check_rows, row_stride
+from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.rowwise_tiles import (
+    OPTIONS,
+    UNIT,
+    check_columns,
+    check_rows,
+    row_stride,
+)
 
 COLUMNS = 2048
 BF16 = torch.bfloat16
@@ -34,14 +41,23 @@ def _columns(width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load(x, row, stride, column, present):
+def load_row(x, row, stride, column, present):
     return tl.load(x + row * (stride * 8) + column, mask=present, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _bf16(x):
+def bf16(x):
     """Rounded to bf16, held as FP32."""
     return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def load_table(x, row, num_rows, stride, column, present):
+    """A row of the AdaLN table, NaN (and row 0) if it does not exist, and which one it is."""
+    exists = (row >= 0) & (row < num_rows)
+    row = tl.where(exists, row, 0)
+    values = load_row(x, row, stride, column, present)
+    return tl.where(exists, values, float("nan")), row
 
 
 @triton.jit
@@ -52,134 +68,114 @@ def _sigmoid_denominator(g):
 @triton.jit(do_not_specialize=["width", "v_stride", "g_stride"])
 def swiglu_forward_kernel(value, gate, y, width, v_stride, g_stride, COLUMNS: tl.constexpr):
     row, column, present = _columns(width, COLUMNS)
-    v = _load(value, row, v_stride, column, present)
-    g = _load(gate, row, g_stride, column, present)
-    silu = _bf16(tl.div_rn(g, _sigmoid_denominator(g)))
+    v = load_row(value, row, v_stride, column, present)
+    g = load_row(gate, row, g_stride, column, present)
+    silu = bf16(tl.div_rn(g, _sigmoid_denominator(g)))
     tl.store(y + row * (width * 8) + column, (v * silu).to(tl.bfloat16), mask=present)
 
 
 @triton.jit(do_not_specialize=["width", "dy_stride", "v_stride", "g_stride"])
 def swiglu_backward_kernel(
-    dy, value, gate, dvalue, dgate, width, dy_stride, v_stride, g_stride, COLUMNS: tl.constexpr
+    dy, value, gate, dhidden, width, dy_stride, v_stride, g_stride, COLUMNS: tl.constexpr
 ):
     row, column, present = _columns(width, COLUMNS)
-    d = _load(dy, row, dy_stride, column, present)
-    v = _load(value, row, v_stride, column, present)
-    g = _load(gate, row, g_stride, column, present)
+    d = load_row(dy, row, dy_stride, column, present)
+    v = load_row(value, row, v_stride, column, present)
+    g = load_row(gate, row, g_stride, column, present)
     denominator = _sigmoid_denominator(g)
     silu, s = tl.div_rn(g, denominator), tl.div_rn(1.0, denominator)
-    at = row * (width * 8) + column
-    tl.store(dvalue + at, (d * _bf16(silu)).to(tl.bfloat16), mask=present)
+    dvalue = dhidden + row * (width * 16) + column
+    tl.store(dvalue, (d * bf16(silu)).to(tl.bfloat16), mask=present)
     derivative = s * (1.0 + g * (1.0 - s))
-    tl.store(dgate + at, (_bf16(d * v) * derivative).to(tl.bfloat16), mask=present)
+    tl.store(dvalue + width * 8, (bf16(d * v) * derivative).to(tl.bfloat16), mask=present)
 
 
-@triton.jit(do_not_specialize=["width", "h_stride", "shift_stride", "scale_stride"])
+@triton.jit(
+    do_not_specialize=["num_table_rows", "width", "h_stride", "shift_stride", "scale_stride"]
+)
 def modulate_forward_kernel(
-    h, shift, scale, a, width, h_stride, shift_stride, scale_stride, COLUMNS: tl.constexpr
-):
+    h, shift, scale, table_rows, a, num_table_rows, width, h_stride, shift_stride, scale_stride,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     row, column, present = _columns(width, COLUMNS)
-    factor = _bf16(1.0 + _load(scale, row, scale_stride, column, present))
-    product = _bf16(_load(h, row, h_stride, column, present) * factor)
-    total = product + _load(shift, row, shift_stride, column, present)
-    tl.store(a + row * (width * 8) + column, total.to(tl.bfloat16), mask=present)
+    at = tl.load(table_rows + row)
+    scales, _ = load_table(scale, at, num_table_rows, scale_stride, column, present)
+    shifts, _ = load_table(shift, at, num_table_rows, shift_stride, column, present)
+    product = bf16(load_row(h, row, h_stride, column, present) * bf16(1.0 + scales))
+    tl.store(a + row * (width * 8) + column, (product + shifts).to(tl.bfloat16), mask=present)
 
 
-@triton.jit(do_not_specialize=["width", "da_stride", "h_stride", "scale_stride"])
-def modulate_backward_kernel(
-    da, h, scale, dh, terms, width, da_stride, h_stride, scale_stride, COLUMNS: tl.constexpr
-):
-    row, column, present = _columns(width, COLUMNS)
-    d = _load(da, row, da_stride, column, present)
-    factor = _bf16(1.0 + _load(scale, row, scale_stride, column, present))
-    tl.store(dh + row * (width * 8) + column, (d * factor).to(tl.bfloat16), mask=present)
-    at = 2 * row * (width * 8) + column
-    tl.store(terms + at, d, mask=present)
-    tl.store(terms + at + width * 8, d * _load(h, row, h_stride, column, present), mask=present)
-
-
-@triton.jit(do_not_specialize=["width", "x_stride", "gate_stride", "y_stride"])
+@triton.jit(do_not_specialize=["num_table_rows", "width", "x_stride", "gate_stride", "y_stride"])
 def gated_residual_forward_kernel(
-    x, gate, y, out, width, x_stride, gate_stride, y_stride, COLUMNS: tl.constexpr
-):
+    x, gate, y, table_rows, out, num_table_rows, width, x_stride, gate_stride, y_stride,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     row, column, present = _columns(width, COLUMNS)
-    g = _load(gate, row, gate_stride, column, present)
-    gated = _bf16(g * _load(y, row, y_stride, column, present))
-    total = _load(x, row, x_stride, column, present) + gated
+    at = tl.load(table_rows + row)
+    gates, _ = load_table(gate, at, num_table_rows, gate_stride, column, present)
+    gated = bf16(gates * load_row(y, row, y_stride, column, present))
+    total = load_row(x, row, x_stride, column, present) + gated
     tl.store(out + row * (width * 8) + column, total.to(tl.bfloat16), mask=present)
 
 
-@triton.jit(do_not_specialize=["width", "dx_stride", "gate_stride", "y_stride"])
-def gated_residual_backward_kernel(
-    dx, gate, y, dy, terms, width, dx_stride, gate_stride, y_stride, COLUMNS: tl.constexpr
-):
-    row, column, present = _columns(width, COLUMNS)
-    d = _load(dx, row, dx_stride, column, present)
-    at = row * (width * 8) + column
-    dy_row = _load(gate, row, gate_stride, column, present) * d
-    tl.store(dy + at, dy_row.to(tl.bfloat16), mask=present)
-    tl.store(terms + at, d * _load(y, row, y_stride, column, present), mask=present)
-
-
 def elementwise_launch(
-    kernel: object, operands: dict[str, Tensor], results: list[Tensor]
+    kernel: object, operands: dict[str, Tensor], out: tuple[Tensor, ...], *others: object
 ) -> Launch:
-    """One pass of `kernel` over `[T, C]` operands into contiguous results."""
+    """One pass of `kernel` over rows; `others` stand between `out` and the width."""
     rows, width = next(iter(operands.values())).shape
     strides = [row_stride(name, x) for name, x in operands.items()]
-    arguments = (*operands.values(), *results, width // UNIT, *strides, COLUMNS)
+    arguments = (*operands.values(), *out, *others, width // UNIT, *strides, COLUMNS)
     return Launch(kernel, arguments, OPTIONS, (rows, triton.cdiv(width, COLUMNS)))
-
-
-def _run(kernel: object, operands: dict[str, Tensor], *terms: int | None) -> tuple[Tensor, ...]:
-    """The bf16 result of `kernel`, and an FP32 or bf16 tensor for each entry of `terms`.
-
-    An entry is None for a second bf16 result, else how many rows of FP32 terms a row has.
-    """
-    check_rows(BF16, **operands)
-    first = next(iter(operands.values()))
-    rows, width = first.shape
-    results = [torch.empty((rows, width), dtype=BF16, device=first.device)]
-    for count in terms:
-        shape = (rows, width) if count in (None, 1) else (rows, count, width)
-        dtype = BF16 if count is None else torch.float32
-        results.append(torch.empty(shape, dtype=dtype, device=first.device))
-    if rows:
-        elementwise_launch(kernel, operands, results).start(first.device)
-    return tuple(results)
 
 
 @swiglu.swiglu_forward.register("triton")
 def swiglu_forward(value: Tensor, gate: Tensor) -> Tensor:
     """y = bf16(value bf16(SiLU(gate))); all `[T, F]` BF16. **Rounds:** SiLU(gate), the product."""
-    return _run(swiglu_forward_kernel, {"value": value, "gate": gate})[0]
+    operands = {"value": value, "gate": gate}
+    check_rows(BF16, **operands)
+    y = torch.empty(value.shape, dtype=BF16, device=value.device)
+    if len(value):
+        elementwise_launch(swiglu_forward_kernel, operands, (y,)).start()
+    return y
 
 
 @swiglu.swiglu_backward.register("triton")
-def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """dvalue and dgate, see the top of the file; all `[T, F]` BF16."""
-    return _run(swiglu_backward_kernel, {"dy": dy, "value": value, "gate": gate}, None)
+def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+    """[dvalue, dgate] side by side `[T, 2 F]`; the rest `[T, F]`, all BF16; see the top."""
+    operands = {"dy": dy, "value": value, "gate": gate}
+    check_rows(BF16, **operands)
+    dhidden = torch.empty((len(dy), 2 * dy.shape[1]), dtype=BF16, device=dy.device)
+    if len(dy):
+        elementwise_launch(swiglu_backward_kernel, operands, (dhidden,)).start()
+    return dhidden
 
 
 @adaln.modulate_forward.register("triton")
-def modulate_forward(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """a = bf16(bf16(h bf16(1 + scale)) + shift); all `[T, D]` BF16."""
-    return _run(modulate_forward_kernel, {"h": h, "shift": shift, "scale": scale})[0]
-
-
-@adaln.modulate_backward.register("triton")
-def modulate_backward(da: Tensor, h: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """dh `[T, D]` BF16, and the rows' terms (da, da h) `[T, 2, D]` FP32, not rounded."""
-    return _run(modulate_backward_kernel, {"da": da, "h": h, "scale": scale}, 2)
+def modulate_forward(h: Tensor, shift: Tensor, scale: Tensor, table_rows: Tensor) -> Tensor:
+    """a = bf16(bf16(h bf16(1 + scale[row])) + shift[row]); h `[T, D]`, shift, scale `[G, D]`."""
+    check_rows(BF16, h=h)
+    check_columns(h, table_rows, shift=shift, scale=scale)
+    a = torch.empty(h.shape, dtype=BF16, device=h.device)
+    if len(h):
+        operands = {"h": h, "shift": shift, "scale": scale}
+        table_launch(modulate_forward_kernel, operands, table_rows, len(scale), a).start()
+    return a
 
 
 @adaln.gated_residual_forward.register("triton")
-def gated_residual_forward(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
-    """x' = bf16(x + bf16(gate y)); all `[T, D]` BF16."""
-    return _run(gated_residual_forward_kernel, {"x": x, "gate": gate, "y": y})[0]
+def gated_residual_forward(x: Tensor, gate: Tensor, y: Tensor, table_rows: Tensor) -> Tensor:
+    """x' = bf16(x + bf16(gate[row] y)); x, y `[T, D]`, gate `[G, D]`, all BF16."""
+    check_rows(BF16, x=x, y=y)
+    check_columns(x, table_rows, gate=gate)
+    out = torch.empty(x.shape, dtype=BF16, device=x.device)
+    if len(x):
+        operands = {"x": x, "gate": gate, "y": y}
+        table_launch(gated_residual_forward_kernel, operands, table_rows, len(gate), out).start()
+    return out
 
 
-@adaln.gated_residual_backward.register("triton")
-def gated_residual_backward(dx: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """dy = bf16(gate dx) `[T, D]` BF16, and the rows' terms dx y `[T, D]` FP32, not rounded."""
-    return _run(gated_residual_backward_kernel, {"dx": dx, "gate": gate, "y": y}, 1)
+def table_launch(
+    kernel: object, operands: dict[str, Tensor], table_rows: Tensor, num_table: int, out: Tensor
+) -> Launch:
+    """One pass of `kernel` over the rows of the first operand, each with its row of the table."""
+    return elementwise_launch(kernel, operands, (table_rows, out), num_table)

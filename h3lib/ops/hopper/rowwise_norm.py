@@ -1,7 +1,7 @@
 """RMSNorm and rotary on Hopper, each one fused read and write pass.
 
     norm      ms = sum(x x) / n;  r = 1 / sqrt(ms + eps);  y = bf16((x r) w)
-              g = dy w;  c = sum(g xhat) / n;  dx = bf16(r (g - xhat c)); terms dy xhat in FP32
+              g = dy w;  c = sum(g xhat) / n;  dx = bf16(r (g - xhat c)), bf16(dx0 + dx) if given
     rotary    out_j = bf16(bf16(x_j cos_j) + bf16(-x_{j+h} sin_j)), and so on; backward with -sin
 
 One IEEE FP32 operation per written operation, division and square root to nearest. The sum of a row
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from h3lib.contract import OperandError
 from h3lib.ops import norm, rope
-from h3lib.ops.hopper.attention_tiles import Launch
 from h3lib.ops.hopper.compat import check_device
+from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.rowwise import bf16
 from h3lib.ops.hopper.rowwise_tiles import OPTIONS, UNIT, row_stride
 
 BF16, F32 = torch.bfloat16, torch.float32
 MAX_WIDTH = 8192
+MAX_REGISTERS = 128  # left alone, ptxas stops at 64 and spills one where the backward adds dx0
 HEADS_PER_PROGRAM = 16  # 8 would load 8 bytes a thread
 
 
@@ -59,8 +61,8 @@ def rms_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_backward_kernel(
-    dy, x, w, r, dx, terms, num_rows,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    dy, x, w, r, dx0, dx, num_rows,
+    ADD: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, column, at, present = _tile(num_rows, WIDTH, COLUMNS, ROWS)
     dy_row = tl.load(dy + at, mask=present, other=0.0).to(tl.float32)
@@ -70,14 +72,10 @@ def rms_norm_backward_kernel(
     xhat = x_row * inverse
     g = dy_row * weight[None, :]
     mean = tl.div_rn(tl.sum(g * xhat, 1), tl.full((ROWS,), WIDTH, tl.float32))
-    tl.store(dx + at, (inverse * (g - xhat * mean[:, None])).to(tl.bfloat16), mask=present)
-    tl.store(terms + at, dy_row * xhat, mask=present)
-
-
-@triton.jit
-def _bf16(x):
-    """Rounded to bf16, held as FP32."""
-    return x.to(tl.bfloat16).to(tl.float32)
+    dx_row = inverse * (g - xhat * mean[:, None])
+    if ADD:
+        dx_row = tl.load(dx0 + at, mask=present, other=0.0).to(tl.float32) + bf16(dx_row)
+    tl.store(dx + at, dx_row.to(tl.bfloat16), mask=present)
 
 
 @triton.jit(do_not_specialize=["num_heads", "stride", "table_stride"])
@@ -100,9 +98,9 @@ def rotary_kernel(
     present = (head < num_heads)[:, None] & (channel < HALF)[None, :]
     low = tl.load(source, mask=present, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=present, other=0.0).to(tl.float32)
-    rotated = _bf16(low * c) + _bf16((-high) * s)
+    rotated = bf16(low * c) + bf16((-high) * s)
     tl.store(target, rotated.to(tl.bfloat16), mask=present)
-    rotated = _bf16(high * c) + _bf16(low * s)
+    rotated = bf16(high * c) + bf16(low * s)
     tl.store(target + HALF, rotated.to(tl.bfloat16), mask=present)
     passed = (head < num_heads)[:, None] & (channel < WIDTH - 2 * HALF)[None, :]
     rest = tl.load(source + 2 * HALF, mask=passed)
@@ -130,13 +128,16 @@ def _check_norm(w: Tensor, operands: dict[str, Tensor]) -> None:
         raise OperandError("shape of w", tuple(w.shape), (width,))
 
 
-def norm_launch(kernel: object, tensors: tuple[Tensor, ...], x: Tensor, *scalars: float) -> Launch:
+def norm_launch(
+    kernel: object, tensors: tuple[Tensor, ...], x: Tensor, scalar: float | bool
+) -> Launch:
     """One pass over the rows of x, programs shaped by the width alone."""
     width = x.shape[-1]
     columns, rows, warps = shape_for(width)
     num_rows = x.numel() // width
-    arguments = (*tensors, num_rows, *scalars, width, columns, rows)
-    return Launch(kernel, arguments, OPTIONS | {"num_warps": warps}, (triton.cdiv(num_rows, rows),))
+    arguments = (*tensors, num_rows, scalar, width, columns, rows)
+    options = OPTIONS | {"num_warps": warps, "maxnreg": MAX_REGISTERS}
+    return Launch(kernel, arguments, options, (triton.cdiv(num_rows, rows),))
 
 
 @norm.rms_norm_forward.register("triton")
@@ -149,24 +150,28 @@ def rms_norm_forward(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x)
     r = torch.empty((*x.shape[:-1], 1), dtype=F32, device=x.device)
     if x.numel():
-        norm_launch(rms_norm_forward_kernel, (x, w, y, r), x, eps).start(x.device)
+        norm_launch(rms_norm_forward_kernel, (x, w, y, r), x, eps).start()
     return y, r
 
 
 @norm.rms_norm_backward.register("triton")
-def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """dx, and the rows' terms dy xhat of dw `[..., n]` FP32; dy, x, w BF16, r FP32, contiguous.
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, w: Tensor, r: Tensor, dx0: Tensor | None = None
+) -> Tensor:
+    """dx, or bf16(dx0 + dx), `[..., n]`; all BF16 but r, FP32, contiguous.
 
-    **Order:** a tree that depends on n alone. **Rounds:** dx once; the terms not.
+    **Order:** a tree that depends on n alone. **Rounds:** dx once, then the sum.
     **Raises:** OperandError.
     """
-    _check_norm(w, {"x": x, "dy": dy})
+    _check_norm(w, {"x": x, "dy": dy} | ({} if dx0 is None else {"dx0": dx0}))
     if r.dtype != F32 or r.shape != (*x.shape[:-1], 1) or not r.is_contiguous():
         raise OperandError("r", (r.dtype, tuple(r.shape)), (F32, (*x.shape[:-1], 1)))
-    dx, terms = torch.empty_like(x), torch.empty_like(x, dtype=F32)
+    dx = torch.empty_like(x)
     if x.numel():
-        norm_launch(rms_norm_backward_kernel, (dy, x, w, r, dx, terms), x).start(x.device)
-    return dx, terms
+        add = dx0 is not None
+        tensors = (dy, x, w, r, dx0 if add else x, dx)
+        norm_launch(rms_norm_backward_kernel, tensors, x, add).start()
+    return dx
 
 
 def rotary_launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, backward: bool) -> Launch:
@@ -207,7 +212,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
         )
     out = torch.empty(x.shape, dtype=BF16, device=x.device)
     if x.numel():
-        rotary_launch(x, cos, sin, out, backward).start(x.device)
+        rotary_launch(x, cos, sin, out, backward).start()
     return out
 
 

@@ -7,7 +7,7 @@ Widths and strides reach a kernel in units of 8 elements: it then knows that eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 import torch
 from torch import Tensor
@@ -39,19 +39,46 @@ def check_rows(dtype: torch.dtype, **operands: Tensor) -> None:
         row_stride(name, x)
 
 
+def check_columns(like: Tensor, table_rows: Tensor, **columns: Tensor) -> None:
+    """Columns of the AdaLN table `[G, C]`, C as `like`'s, and table_rows `[T]` int64 beside them.
+
+    Whether a row of the table exists is left to the kernel: to ask here would wait for the GPU.
+
+    **Raises:** OperandError.
+    """
+    check_device(table_rows=table_rows)
+    first = next(iter(columns.values()))
+    check_rows(like.dtype, **columns)
+    if first.shape[1] != like.shape[1]:
+        name = next(iter(columns))
+        raise OperandError(f"shape of {name}", tuple(first.shape), f"(any, {like.shape[1]})")
+    accepted = (torch.int64, (len(like),), True)
+    received = (table_rows.dtype, tuple(table_rows.shape), table_rows.is_contiguous())
+    if received != accepted:
+        raise OperandError("dtype, shape and contiguity of table_rows", received, accepted)
+
+
 def row_stride(name: str, x: Tensor) -> int:
     """Stride of dim 0 of `[T, ..., C]`, the rest contiguous, in units of 8 elements.
 
     **Raises:** OperandError for other strides, or an address that is not a multiple of 16 bytes.
     """
-    stride = x.stride(0) if len(x) > 1 else UNIT
-    wanted: Sequence[int] = torch.empty(x.shape[1:], device="meta").stride()
-    inner = all(
-        size == 1 or s == w for size, s, w in zip(x.shape[1:], x.stride()[1:], wanted, strict=True)
-    )
-    if not inner or stride % UNIT or (x.numel() and x.stride(0) < 0):
+    stride = _stride_of_rows(tuple(x.shape), x.stride())
+    if stride is None:
         raise OperandError(f"strides of {name}", x.stride(), f"(a multiple of {UNIT}, contiguous)")
     if x.device.type == "cuda" and x.data_ptr() % TMA_ALIGNMENT_BYTES:
         accepted = f"a multiple of {TMA_ALIGNMENT_BYTES}"
         raise OperandError(f"address of {name}", hex(x.data_ptr()), accepted)
-    return stride // UNIT
+    return stride
+
+
+@functools.lru_cache(maxsize=4096)
+def _stride_of_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The row stride in units of 8 elements, None where the kernels cannot read such rows."""
+    contiguous = 1
+    for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if size != 1 and stride != contiguous:
+            return None
+        contiguous *= size
+    stride = strides[0] if shape[0] > 1 else UNIT
+    return None if stride % UNIT or stride < 0 else stride // UNIT

@@ -1,10 +1,16 @@
 """The AdaLN linear's input: code without a GPU, values against FP64 on one, bad operands."""
 
+import re
+
 import pytest
 import torch
 
 from h3lib.contract import OperandError
-from h3lib.ops.adaln import adaln_input_backward, adaln_input_forward
+from h3lib.ops.adaln import (
+    adaln_input_backward,
+    adaln_input_forward,
+    timestep_chain_product,
+)
 from h3lib.ops.hopper import embedding
 from h3lib.ops.hopper.compiled import compile_offline
 
@@ -39,6 +45,48 @@ def test_operands_are_checked():
         adaln_input_forward(_meta(2, 8, dtype=torch.bfloat16), torch.bfloat16, backend="triton")
     with pytest.raises(OperandError, match=r"shape and strides of ds: received \(\(3, 8\)"):
         adaln_input_backward(_meta(3, 8), _meta(2, 8), backend="triton")
+
+
+BF16 = torch.bfloat16
+
+
+def test_the_weight_gradient_is_rounded_to_nearest_as_it_is_stored():
+    dm, s, dw = (_meta(*shape, dtype=BF16) for shape in ((2, 96), (2, 64), (96, 64)))
+    tile = embedding.PRODUCT_TILE
+    operands = (dm, s, dw, _meta(96, dtype=BF16), 2, 96, 64, tile["BC"], tile["BE"])
+    options = {"num_warps": tile["num_warps"], "enable_fp_fusion": False}
+    code = compile_offline(embedding.timestep_chain_kernel, *operands, **options)
+    code.check(tensor_cores=False)
+    assert re.search(r"cvt\.rn\.bf16(x2)?\.f32", code.ptx)
+    assert not re.search(r"cvt\.(rz|rm|rp)", code.ptx) and "fma" not in code.ptx
+
+
+PRODUCTS = {
+    "dtype of the product": (lambda: (_meta(2, 8, dtype=BF16), _meta(2, 4, dtype=BF16), torch.half),
+                             "dtype of the product: received torch.float16"),
+    "FP32": (lambda: (_meta(2, 8), _meta(2, 4), BF16), r"of dm: received \(torch.float32"),
+    "no timestep": (lambda: (_meta(0, 8, dtype=BF16), _meta(0, 4, dtype=BF16), BF16), "rows and"),
+    "rows": (lambda: (_meta(2, 8, dtype=BF16), _meta(3, 4, dtype=BF16), BF16), "shape of s"),
+    "strides": (lambda: (_meta(2, 8, dtype=BF16)[:, ::2], _meta(2, 4, dtype=BF16), BF16), "of dm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operands_of_the_weight_gradient_are_checked(name):
+    make, message = PRODUCTS[name]
+    with pytest.raises(OperandError, match=message):
+        timestep_chain_product(*make(), backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_timesteps", (1, 2, 3))
+def test_the_weight_gradient_is_the_rounded_chain_on_a_gpu(num_timesteps):
+    generator = torch.Generator().manual_seed(num_timesteps)
+    dm = torch.randn(num_timesteps, 1000, generator=generator).bfloat16()
+    s = torch.randn(num_timesteps, 2688, generator=generator).bfloat16()
+    found = timestep_chain_product(dm.cuda(), s.cuda(), BF16, backend="triton")
+    for value, expected in zip(found, timestep_chain_product(dm, s, BF16), strict=True):
+        assert torch.equal(value.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.gpu

@@ -1,15 +1,17 @@
 """The products' compiled code, read without a GPU: every directive entry, every form."""
 
+import re
+
 import pytest
 import torch
 
 from h3lib.contract import BackendError, RowUnits
 from h3lib.ops.hopper import directives, gemm_chain, gemm_fold
 from h3lib.ops.hopper.compiled import compile_offline
-from h3lib.ops.hopper.gemm_chain import FP32_TILE, chain_fp32_kernel, chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_fp32_kernel, chain_launch, fp32_options
 from h3lib.ops.hopper.gemm_fold import TIMESTEP_TILE, fold_launch, timestep_chain_kernel
 from h3lib.ops.hopper.gemm_kernel import gemm_kernel
-from h3lib.ops.hopper.gemm_tree import tree_launch
+from h3lib.ops.hopper.gemm_tree import FINISH, finish_kernel, subtree_launch, tree_launch
 
 EVERY = range(8)
 
@@ -23,11 +25,19 @@ def chain(tile, transposed=True, bias=None):
     return chain_launch(meta(1, 1000, 768), meta(1000, 1024), w, tile, bias)
 
 
+def tree_parts(num_parts):
+    b = [meta(768, 4096).T] if num_parts == 1 else [meta(4096, 768) for _ in range(num_parts)]
+    return [(meta(1000, 4096), b_i) for b_i in b]
+
+
 def tree(tile, width, num_parts, dtype):
     out = meta(8 // width, 1000, 768, dtype=dtype)
-    b = [meta(768, 4096).T] if num_parts == 1 else [meta(4096, 768) for _ in range(num_parts)]
-    parts = [(meta(1000, 4096), b_i) for b_i in b]
-    return tree_launch(out, parts, EVERY, 0, width, tile)
+    return tree_launch(out, tree_parts(num_parts), EVERY, 0, width, tile)
+
+
+def product(tile, num_parts=1):
+    launch = subtree_launch(meta(1000, 768), tree_parts(num_parts), EVERY, EVERY, tile)
+    return launch.launch if tile.units < 8 else launch
 
 
 def fold(tile, root=EVERY, dtype=torch.bfloat16):
@@ -37,13 +47,17 @@ def fold(tile, root=EVERY, dtype=torch.bfloat16):
 
 OPS = ("linear_forward", "linear_dx", "unit_tree", "row_fold")
 FORWARD, DX, TREE, FOLD = (directives.tiles(op) for op in OPS)
+THIN = next(tile for tile in TREE if tile.thin)
 LAUNCHES = {
     **{f"linear_forward {tile}": (chain, tile) for tile in FORWARD},
     **{f"linear_dx {tile}": (chain, tile, False) for tile in DX},
     "linear_forward with bias": (chain, FORWARD[0], True, meta(768)),
-    **{f"unit tree {tile}": (tree, tile, 8, 1, torch.bfloat16) for tile in TREE},
-    "unit tree of three parts": (tree, TREE[0], 8, 3, torch.bfloat16),
-    **{f"root of {n} units": (tree, TREE[0], n, 2, torch.float32) for n in (1, 2, 4, 8)},
+    "linear_forward with bias, swapped": (chain, FORWARD[1], True, meta(768)),
+    **{f"unit tree {tile}": (product, tile) for tile in TREE},
+    "unit tree of three parts": (product, TREE[-1], 3),
+    "unit tree of three parts, thin": (product, THIN, 3),
+    **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (1, 2, 4, 8)},
+    "root of 8 units, thin": (tree, THIN, 8, 2, torch.float32),
     **{f"row fold {tile}": (fold, tile) for tile in FOLD},
     "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
 }
@@ -55,31 +69,22 @@ def test_wgmma_and_tma_without_spills(name):
     launch = make(*arguments)
     code = compile_offline(gemm_kernel, *launch.arguments, **launch.options)
     code.check(tensor_cores=True)
-    # Every block of 64 steps is four HGMMA and one wait: none was serialised.
-    assert code.count("HGMMA") * 16 == code.count("WARPGROUP.DEPBAR") * launch.options["BK"]
+    # One wait a block, however many HGMMA it has: none was serialised.
+    option = launch.options
+    tails = option["TAIL"] > 0 and not option["THIN"]
+    in_block = option["BK"] // 16 * (option["BM"] // 64) * (1 + tails)
+    assert code.count("HGMMA") == code.count("WARPGROUP.DEPBAR") * in_block
     assert code.shared_bytes <= 227 * 1024
 
 
+@pytest.mark.parametrize("tile", directives.fp32_tiles(), ids=str)
 @pytest.mark.parametrize("ta, tb, into", [(False, True, False), (True, False, True)])
-def test_fp32_chain_is_fused_multiply_adds(ta, tb, into):
+def test_fp32_chain_is_fused_multiply_adds(ta, tb, into, tile):
     f = meta(4096, dtype=torch.float32)
     code = compile_offline(
-        chain_fp32_kernel,
-        f,
-        f,
-        f,
-        f,
-        100,
-        96,
-        64,
-        96,
-        96,
-        TA=ta,
-        TB=tb,
-        INTO=into,
-        BIAS=True,
-        **FP32_TILE,
-    )
+        chain_fp32_kernel, f, f, f, f, 100, 96, 64, 96, 96,
+        TA=ta, TB=tb, INTO=into, BIAS=True, **fp32_options(tile),
+    )  # fmt: skip
     code.check(tensor_cores=False)
     assert not code.count("HMMA") and not code.count("HGMMA")
     assert "fma.rn.f32" in code.ptx and "mma" not in code.ptx
@@ -95,9 +100,19 @@ def test_timestep_chain_rounds_the_product_first():
     assert "fma" not in code.ptx and not code.count("FFMA")
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_nodes_are_added_by_plain_additions(nodes):
+    code = compile_offline(
+        finish_kernel, meta(4096, dtype=torch.float32), meta(512), 512, NODES=nodes, **FINISH
+    )
+    code.check(tensor_cores=False)
+    adds = re.findall(r"add\S*\.f32", code.ptx)
+    assert len(adds) * 128 == (nodes - 1) * FINISH["BLOCK"] and "fma" not in code.ptx
+
+
 def test_spilled_registers_are_noticed():
     """The check is not blind: with too few registers at entry the code spills, and is refused."""
-    launch = tree(TREE[0], 8, 1, torch.bfloat16)
+    launch = tree(TREE[-1], 8, 1, torch.bfloat16)
     code = compile_offline(gemm_kernel, *launch.arguments, **(launch.options | {"maxnreg": 128}))
     with pytest.raises(BackendError, match="compiled code"):
         code.check(tensor_cores=True)
@@ -119,6 +134,11 @@ def test_directives_lag_only_where_units_are_long_enough():
         assert directives.tile_for("row_fold", 1000, 7168, 100, start).depth == depth
     with pytest.raises(BackendError, match="multiple of 16"):
         directives.tile_for("row_fold", 1000, 7168, 100, 24)
-    for columns, wide in ((7168, 256), (14336, 128)):
-        assert directives.tile_for("linear_dx", 264, columns, 84).columns == wide
+    for rows, columns in ((264, 7168), (264, 28672), (136, 7168)):
+        assert directives.tile_for("linear_dx", rows, columns, 84).swapped
+    for rows in (128, 137, 256, 273, 4096):
+        assert not directives.tile_for("linear_dx", rows, 7168, 84).swapped
+        assert not directives.tile_for("unit_tree", rows, 5376, 14).swapped
+    assert directives.tile_for("unit_tree", 264, 5376, 14).thin
+    assert directives.fp32_tile_for(96) != directives.fp32_tile_for(5376)
     assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64

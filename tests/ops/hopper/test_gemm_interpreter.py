@@ -14,6 +14,8 @@ from h3lib.ops.adaln import timestep_chain_dw
 from h3lib.ops.gemm import chain
 from h3lib.ops.hopper.gemm_chain import chain_fp32_kernel
 from h3lib.ops.hopper.gemm_fold import timestep_chain_kernel
+from h3lib.ops.hopper.gemm_tree import finish_kernel
+from h3lib.ops.tree import tree_sum
 
 torch.manual_seed(0)
 for m, c, e in ((1, 40, 33), (3, 65, 20)):
@@ -39,6 +41,11 @@ for m, k, n in ((5, 40, 18), (17, 16, 16)):
                     TA=ta, TB=tb, INTO=into, BIAS=True, BM=16, BN=16, BK=16,
                 )
                 assert torch.equal(c, expected), (m, k, n, ta, tb, into)
+for count in (2, 4, 8):
+    nodes, out = torch.randn(count, 7, 11), torch.full((7, 11), 7.0)
+    finish_kernel[(2,)](nodes, out, 77, NODES=count, BLOCK=64)
+    expected = tree_sum(lambda span: nodes[span[0]] if len(span) == 1 else None, range(count))
+    assert torch.equal(out, expected), count
 print("interpreted")
 """
 

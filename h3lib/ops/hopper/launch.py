@@ -1,0 +1,70 @@
+"""One launch of a kernel: ready to be started, or to be compiled and read.
+
+Triton finds the compiled form of a kernel by specialising every argument at every launch. Here the
+form is kept under what it depends on: the kernel, its constants, dtype and alignment of each
+pointer, the box of each descriptor, whether an integer fits 32 bits and, where the kernel lets
+Triton specialise it, its value. So a launch after the first costs one look-up and the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, TensorDescriptor
+
+INT32_MAX = 2**31 - 1
+
+
+class Launch(NamedTuple):
+    """A kernel, its operands in the order of its parameters, and its fixed options."""
+
+    kernel: object
+    operands: tuple
+    options: dict
+    grid: tuple[int, ...]
+
+    def start(self) -> None:
+        """Launch on the current device and stream."""
+        values = _by_value(self.kernel)
+        if values is None:  # interpreted
+            self.kernel[self.grid](*self.operands, **self.options)
+            return
+        form = (
+            self.kernel,
+            torch.cuda.current_device(),
+            *self.options.values(),
+            *map(_form, self.operands, values),
+        )
+        compiled = _COMPILED.get(form)
+        if compiled is None:
+            _COMPILED[form] = self.kernel[self.grid](*self.operands, **self.options)
+        else:
+            compiled[(*self.grid, 1, 1)](*self.operands)
+
+
+_COMPILED: dict[tuple[object, ...], object] = {}
+
+
+@functools.cache
+def _by_value(kernel: object) -> tuple[bool, ...] | None:
+    """For each parameter, whether the compiled form may depend on an integer's value."""
+    parameters = getattr(kernel, "params", None)
+    if parameters is None:
+        return None
+    return tuple(p.is_constexpr or not p.do_not_specialize for p in parameters)
+
+
+def _form(operand: object, by_value: bool) -> object:
+    """What the compiled form depends on."""
+    if isinstance(operand, Tensor):
+        return operand.dtype, operand.data_ptr() % TMA_ALIGNMENT_BYTES == 0
+    if isinstance(operand, TensorDescriptor):
+        # Layouts are made once and kept (`compat.py`), so the identity of one stands for it.
+        return operand.base.dtype, tuple(operand.block_shape), id(operand.layout)
+    if isinstance(operand, int) and not by_value:
+        return operand <= INT32_MAX
+    return operand if by_value else type(operand)

@@ -1,0 +1,84 @@
+"""Where numbers come from: commit, device, driver, versions, date.
+
+Reports of runs (`report.py`) and of benchmarks (`bench/measure.py`) both take it from here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+
+def git_commit() -> str | None:
+    """The commit that this package was checked out from, None without a repository."""
+    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+
+
+def git_dirty() -> bool | None:
+    """Whether that checkout has changes of its own, None without a repository."""
+    status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+    return None if status is None else bool(status)
+
+
+def device_name(device: str) -> str:
+    """The name of the current GPU, or of the processor."""
+    return torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+
+
+def driver_version() -> str | None:
+    """The GPU driver's version, None without one."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return driver.splitlines()[0] if driver else None
+
+
+def versions(*names: str) -> dict[str, str | None]:
+    """The version of each package (or of `python`), None for one that is not installed."""
+    return {name: _version(name) for name in names}
+
+
+def gpu() -> dict[str, object]:
+    """The current GPU and the libraries of the vendor that torch was built with."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def date() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _version(name: str) -> str | None:
+    if name == "python":
+        return platform.python_version()
+    try:
+        return import_module(name).__version__
+    except ImportError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

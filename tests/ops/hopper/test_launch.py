@@ -1,0 +1,95 @@
+"""A launch reuses a compiled form exactly where Triton itself would have made the same one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is pinned in the GPU requirements")
+
+from h3lib.ops.hopper import launch
+from h3lib.ops.hopper.compat import tensor_map
+from h3lib.ops.hopper.launch import Launch
+
+
+class Kernel:
+    """Parameters: a pointer, an integer that is not specialised, one that is, a constant."""
+
+    def __init__(self):
+        kinds = ((False, False), (False, True), (False, False), (True, False))
+        self.params = [
+            SimpleNamespace(is_constexpr=constant, do_not_specialize=free)
+            for constant, free in kinds
+        ]
+        self.compiled, self.reused = [], []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*operands, **options):
+            self.compiled.append((grid, operands, options))
+            return Compiled(self)
+
+        return compile_and_run
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *operands: self.kernel.reused.append((grid, operands))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    return Kernel()
+
+
+X = torch.zeros(64, dtype=torch.bfloat16)
+START = (X[:32], 7, 16, "constant")
+SAME = {
+    "another pointer, aligned alike": (X[8:40], 7, 16, "constant"),
+    "an integer that is not specialised": (X[:32], 9, 16, "constant"),
+}
+OTHER = {
+    "dtype": (X[:32].float(), 7, 16, "constant"),
+    "alignment": (X[1:33], 7, 16, "constant"),
+    "an integer beyond 32 bits": (X[:32], 2**31, 16, "constant"),
+    "a specialised integer": (X[:32], 7, 17, "constant"),
+    "a constant": (X[:32], 7, 16, "other"),
+    "no pointer": (None, 7, 16, "constant"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_compiled_form_is_kept(kernel, name):
+    Launch(kernel, START, {"num_warps": 4}, (3,)).start()
+    Launch(kernel, SAME[name], {"num_warps": 4}, (5, 2)).start()
+    assert len(kernel.compiled) == 1
+    ((grid, operands),) = kernel.reused
+    assert grid[:3] == (5, 2, 1) and all(a is b for a, b in zip(operands, SAME[name], strict=True))
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_the_form_depends_on_compiles_anew(kernel, name):
+    Launch(kernel, START, {"num_warps": 4}, (3,)).start()
+    Launch(kernel, OTHER[name], {"num_warps": 4}, (3,)).start()
+    assert len(kernel.compiled) == 2 and not kernel.reused
+
+
+def test_options_and_the_device_are_part_of_the_form(kernel, monkeypatch):
+    Launch(kernel, START, {"num_warps": 4}, (3,)).start()
+    Launch(kernel, START, {"num_warps": 8}, (3,)).start()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    Launch(kernel, START, {"num_warps": 8}, (3,)).start()
+    assert len(kernel.compiled) == 3
+
+
+def test_descriptors_are_told_apart_by_their_boxes():
+    x = torch.empty(128, 64, dtype=torch.bfloat16, device="meta")
+
+    def form(rows):
+        return launch._form(tensor_map("x", x, x.shape, x.stride(), (rows, 64)), True)
+
+    assert form(64) == form(64) != form(128)

@@ -1,0 +1,133 @@
+"""H3Transformer: the model as users hold it, on one process and under torchrun."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from block_support import TINY, packed_rows
+from model_support import diffusers_model, inputs_in, output_gradients
+from support import assert_same_bytes, normal
+
+from h3lib import H3Transformer
+from h3lib.contract import LayoutError, OperandError
+from h3lib.model.checkpoint import write_checkpoint
+from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS
+from h3lib.model.weights import SyntheticWeights, digest
+
+PACKED = packed_rows(132)
+INPUTS = inputs_in(TINY, PACKED, torch.bfloat16)
+METADATA = {
+    name: getattr(PACKED, name)
+    for name in (
+        "timestep", "timestep_indices", "token_tags", "position_ids", "video_indices",
+        "audio_indices", "text_indices",
+    )
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("released") / "transformer"
+    write_checkpoint(path, SyntheticWeights(TINY, 2), "diffusers", 300_000)
+    return path
+
+
+def _rows():
+    return [x[None].clone().requires_grad_() for x in (INPUTS.video, INPUTS.audio, INPUTS.text)]
+
+
+def _step(model) -> dict:
+    rows = _rows()
+    out = model(*rows, **METADATA)
+    model.zero_grad()
+    torch.autograd.backward(out, [gradient[None] for gradient in output_gradients(INPUTS)])
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found | {"video": out[0].detach(), "audio": out[1].detach()} | {
+        f"d.{name}": x.grad for name, x in zip(("video", "audio", "text"), rows, strict=True)
+    }
+
+
+def test_names_are_diffusers_names_and_the_call_is_its_call(folder):
+    model = H3Transformer.from_checkpoint(str(folder))
+    weights = dict(model.named_parameters())
+    theirs = diffusers_model(TINY, {name: w.detach().clone() for name, w in weights.items()})
+    assert theirs.state_dict().keys() == model.state_dict().keys()
+    theirs.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected = theirs(*_rows(), **METADATA, return_dict=False)
+        for ours, other in zip(model(*_rows(), **METADATA), expected, strict=True):
+            assert ours.shape == other.shape and ours.dtype == other.dtype == torch.float32
+            assert float((ours - other).norm() / other.norm()) < 0.05  # BF16: see the oracle
+
+
+def test_gradients_by_autograd_are_the_contracts(folder):
+    every = (ACTIVATIONS, BLOCK_INPUTS)
+    saved = {s: H3Transformer.from_checkpoint(str(folder), saved=s) for s in every}
+    found = {name: _step(model) for name, model in saved.items()}
+    for name, value in found[ACTIVATIONS].items():
+        assert value is not None and value.abs().sum() > 0, name
+        assert_same_bytes(found[BLOCK_INPUTS][name], value, name)
+
+
+def test_frozen_parameters_and_inference(folder):
+    model = H3Transformer.from_checkpoint(str(folder)).requires_grad_(False)
+    rows = _rows()
+    video, _ = model(*rows, **METADATA)
+    video.sum().backward()
+    assert rows[0].grad.abs().sum() > 0 and model.proj_in.weight.grad is None
+    with torch.inference_mode():
+        assert_same_bytes(model(*(x.detach() for x in rows), **METADATA)[0], video.detach())
+
+
+def test_a_weight_changed_before_the_backward_is_noticed(folder):
+    model = H3Transformer.from_checkpoint(str(folder))
+    video, _ = model(*_rows(), **METADATA)
+    with torch.no_grad():
+        model.proj_out.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        video.sum().backward()
+
+
+def test_refusals(folder):
+    with pytest.raises(LayoutError, match="number of ranks: received 1; accepted: 8 for tp4-cp2"):
+        H3Transformer.from_checkpoint(str(folder), layout="tp4-cp2")
+    with pytest.raises(OperandError, match="what to save"):
+        H3Transformer.from_checkpoint(str(folder), saved="some")
+    model = H3Transformer.synthetic(TINY)
+    with pytest.raises(OperandError, match="shape of video rows"):
+        model(INPUTS.video, INPUTS.audio[None], INPUTS.text[None], **METADATA)
+
+
+SCRIPT = """
+import json, sys
+import torch
+from h3lib import H3Transformer
+from h3lib.model.weights import digest
+
+folder, layout, out = sys.argv[1:]
+model = H3Transformer.from_checkpoint(folder, layout=layout)
+text = torch.arange(6 * 80).reshape(6, 80).remainder(7).sub(3).bfloat16()
+latents = model.generate("64x96x5", text, points=3, seed=1)
+if model.rank == 0:
+    json.dump({name: digest(x) for name, x in latents.items()}, open(out, "w"))
+model.close()
+"""
+
+
+def test_ten_lines_under_torchrun_generate_the_same_bytes(folder, tmp_path):
+    script = tmp_path / "generate.py"
+    script.write_text(SCRIPT)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    command = [*torchrun, "--nproc-per-node", "4", script, folder, "tp2-sp-pp2", tmp_path / "out"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    text = torch.arange(6 * 80).reshape(6, 80).remainder(7).sub(3).bfloat16()
+    model = H3Transformer.from_checkpoint(str(folder))
+    latents = model.generate("64x96x5", text, points=3, seed=1)
+    assert latents["video"].shape == (24, 2, 6, 4) and latents["audio"].shape == (16, 32)
+    expected = {name: digest(x) for name, x in latents.items()}
+    assert json.loads((tmp_path / "out").read_text()) == expected
+    other = model.generate("64x96x5", text + normal(1, 6, 80) * 0.1, points=3, seed=1)
+    assert digest(other["video"]) != expected["video"], "the text matters"
