@@ -53,7 +53,7 @@ def test_another_shape_than_the_neighbour_expects_is_refused():
         elif pp.stage == 1:
             pp.receive_forward((5, 6), X[0])
 
-    with pytest.raises(PeerError, match="shape sent by rank 0 to rank 1"):
+    with pytest.raises(PeerError, match="shape sent by rank 0 .*to rank 1"):
         _run(rank_main)
 
 
