@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h3lib.parallel.collective import Collective, LocalCollective
-from h3lib.parallel.transport import Level, Shape
+from h3lib.parallel.transport import Call, Level, Shape
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,21 @@ class Pipeline:
 
     def send_forward(self, x: Tensor) -> None:
         """To the next stage, which waits in `receive_forward`."""
-        self.after.gather(x.reshape(-1), [x.numel(), 0])
+        self.after.gather(x.reshape(-1), [x.numel(), 0], _hand_off(x.shape, x))
 
     def receive_forward(self, shape: Shape, like: Tensor) -> Tensor:
         """From the stage before, in the dtype and on the device of `like`."""
-        return self.before.gather(like.new_empty(0), [math.prod(shape), 0]).view(shape)
+        call = _hand_off(shape, like)
+        return self.before.gather(like.new_empty(0), [math.prod(shape), 0], call).view(shape)
 
     def send_back(self, x: Tensor) -> None:
         """To the stage before, which waits in `receive_back`."""
-        self.before.gather(x.reshape(-1), [0, x.numel()])
+        self.before.gather(x.reshape(-1), [0, x.numel()], _hand_off(x.shape, x))
 
     def receive_back(self, shape: Shape, like: Tensor) -> Tensor:
         """From the next stage, in the dtype and on the device of `like`."""
-        return self.after.gather(like.new_empty(0), [0, math.prod(shape)]).view(shape)
+        call = _hand_off(shape, like)
+        return self.after.gather(like.new_empty(0), [0, math.prod(shape)], call).view(shape)
 
     def from_stage(self, stage: int, x: Tensor | None, shape: Shape, like: Tensor) -> Tensor:
         """`x` of one stage on every stage; the others pass None."""
@@ -58,3 +60,8 @@ class Pipeline:
         if x is None:
             x = torch.empty((0, *shape[1:]), dtype=like.dtype, device=like.device)
         return self.every.all_gather_rows(x, cuts)
+
+
+def _hand_off(shape: Shape, like: Tensor) -> Call:
+    """What both stages must agree on: a transposed shape has as many elements."""
+    return Call("hand-off between stages", tuple(shape), str(like.dtype))
