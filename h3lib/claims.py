@@ -1,4 +1,4 @@
-"""Claims, written down before the run and checked against the committed files.
+"""Claims, written down apart from the runs and counted in the committed files.
 
 python -m h3lib.claims           print every claim and what the files say
 python -m h3lib.claims --check   the same; exit status 1 if one does not stand
@@ -67,6 +67,8 @@ def read_claims(path: Path = CLAIMS) -> list[dict]:
         if not REQUIRED <= fields <= REQUIRED | OPTIONAL:
             accepted = f"{sorted(REQUIRED)} and perhaps {sorted(OPTIONAL)}"
             raise ReportError(f"fields of claim {entry.get('id')}", sorted(fields), accepted)
+        if not isinstance(entry["least"], int) or entry["least"] < 1:
+            raise ReportError(f"least of claim {entry['id']}", entry["least"], "1 or more lines")
     names = [entry["id"] for entry in entries]
     if len(set(names)) != len(names):
         raise ReportError("ids of claims", names, "each once")

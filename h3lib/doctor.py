@@ -142,8 +142,8 @@ def _driver_check(gpus: list[str], devices: int) -> Check:
 
 def _allocator_check(settings: str) -> Check:
     if re.search(r"expandable_segments\s*:\s*true", settings, re.I):
-        why = "memory of expandable segments has no IPC handle: unset expandable_segments"
-        return Check("allocator", settings, PROBLEM, why)
+        why = "torch's tensors have no IPC handle then; the peer tree takes its memory itself"
+        return Check("allocator", settings, WARNING, why)
     return Check("allocator", settings or "as torch has it", OK)
 
 
@@ -165,8 +165,8 @@ def _capability_check() -> Check:
 def _p2p_check(a: int, b: int) -> Check:
     if torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a):
         return Check(f"P2P, GPU {a} and {b}", "yes", OK)
-    why = "neither reads the other's memory: their ranks exchange through the CPU"
-    return Check(f"P2P, GPU {a} and {b}", "no", WARNING, why)
+    why = "neither reads the other's memory, so the peer tree cannot: --transport gloo"
+    return Check(f"P2P, GPU {a} and {b}", "no", PROBLEM, why)
 
 
 def _ipc_checks(devices: int) -> list[Check]:

@@ -252,7 +252,7 @@ def show(table: pd.DataFrame, wrap: bool = False) -> HTML:
         index=False, border=0, classes="table h3-table" + " h3-wrap" * wrap, justify="left",
         formatters={c: "{:,}".format for c in table.select_dtypes("integer").columns},
     )  # fmt: skip
-    place = f'<p class="h3-environment">environment {fingerprint_digest()}</p>'
+    place = f'<p class="h3-environment">page executed in environment {fingerprint_digest()}</p>'
     return HTML(f'<div style="overflow-x: auto">{html}</div>{place}')
 
 

@@ -28,8 +28,10 @@ from h3lib.model.packing import Job, Packed, pack
 from h3lib.model.sampler import Sampler, first_latents, unpatchify
 from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, SAVED, Inputs, Transformer
 from h3lib.model.weights import SyntheticWeights, WeightSource
-from h3lib.parallel.gloo import GlooWorld, launched, require_same, world_size
-from h3lib.parallel.mesh import Mesh, build_mesh, local_mesh, mesh_groups
+from h3lib.parallel.gloo import launched, require_same, world_size
+from h3lib.parallel.levels import Levels, join
+from h3lib.parallel.mesh import Mesh, build_mesh, local_mesh
+from h3lib.parallel.place import own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import environment, fingerprint
 
@@ -51,13 +53,13 @@ class H3Transformer(nn.Module):
         mesh: Mesh,
         backend: str = "eager",
         saved: str = BLOCK_INPUTS,
-        world: GlooWorld | None = None,
+        levels: Levels | None = None,
     ):
         super().__init__()
         if saved not in SAVED:
             raise OperandError("what to save", saved, ", ".join(SAVED))
         self.size, self.layout, self.rank, self.mesh = source.size, layout, rank, mesh
-        self.backend, self.saved, self.world = backend, saved, world
+        self.backend, self.saved, self.levels = backend, saved, levels
         place = SeqShard(Ownership.of(layout, 1, PUBLISHED), rank, mesh)
         for name, value in rank_weights(source.size, source, place).items():
             add_parameter(self, name.split("."), value)
@@ -82,9 +84,9 @@ class H3Transformer(nn.Module):
         does not fit the ranks that were started, PeerError for a rank whose software differs.
         """
         known = folder_size(folder, size)
-        layout, rank, mesh, world = _join(layout, device, timeout_s)
+        layout, rank, mesh, levels = _join(layout, device, timeout_s)
         source = CheckpointWeights(folder, known, None, device)
-        return cls(source, layout, rank, mesh, backend, saved, world)
+        return cls(source, layout, rank, mesh, backend, saved, levels)
 
     @classmethod
     def synthetic(
@@ -98,15 +100,16 @@ class H3Transformer(nn.Module):
         timeout_s: float = 600.0,
     ) -> H3Transformer:
         """The same with synthetic weights, made in place."""
-        layout, rank, mesh, world = _join(layout, device, timeout_s)
+        layout, rank, mesh, levels = _join(layout, device, timeout_s)
         source = SyntheticWeights(size, seed, device)
-        return cls(source, layout, rank, mesh, backend, saved, world)
+        return cls(source, layout, rank, mesh, backend, saved, levels)
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.world is not None:
-            self.world.close()
-            self.world = None
+        if self.levels is not None:
+            self.levels.close()
+            self.levels.world.close()
+            self.levels = None
 
     def forward(
         self,
@@ -185,7 +188,7 @@ class H3Transformer(nn.Module):
 
 def _join(
     name: str, device: str, timeout_s: float
-) -> tuple[Layout, int, Mesh, GlooWorld | None]:
+) -> tuple[Layout, int, Mesh, Levels | None]:
     """This process's place among the ranks that were started, all with the same software."""
     layout, ranks = Layout.parse(name), world_size() if launched() else 1
     if ranks != layout.num_ranks:
@@ -193,13 +196,15 @@ def _join(
         raise LayoutError("number of ranks", ranks, accepted)
     if not launched():
         return layout, 0, local_mesh(), None
-    world = GlooWorld(mesh_groups(layout), timeout_s)
-    if device == "cuda":
+    on_gpu = device == "cuda"
+    owns_gpu = on_gpu and own_place().local_size <= torch.cuda.device_count()
+    world, levels = join(layout, timeout_s, "peer" if on_gpu else "gloo", owns_gpu)
+    if on_gpu:
         hosts = world.members.hosts
         local_rank = hosts[: world.rank].count(hosts[world.rank])
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     require_same(world, fingerprint(environment(device, "")) | {"layout": layout.name})
-    return layout, world.rank, build_mesh(layout, world.rank, world.connect), world
+    return layout, world.rank, build_mesh(layout, world.rank, levels), levels
 
 
 class _Model(torch.autograd.Function):

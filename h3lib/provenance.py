@@ -15,12 +15,20 @@ import torch
 
 
 def git_commit() -> str | None:
-    """The commit that this package was checked out from, None without a repository."""
-    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    """The commit that this package was checked out from, None if it is not of a repository.
+
+    A package that is installed inside another project's checkout is not of that repository.
+    """
+    here = str(Path(__file__).parent)
+    if _output("git", "-C", here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return _output("git", "-C", here, "rev-parse", "HEAD")
 
 
 def git_dirty() -> bool | None:
     """Whether that checkout has changes of its own, None without a repository."""
+    if git_commit() is None:
+        return None
     status = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
     return None if status is None else bool(status)
 

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,11 +31,11 @@ from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
 from h3lib.model.weights import digest
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
-from h3lib.parallel.gloo import GlooWorld, require_same
+from h3lib.parallel.gloo import require_same
 from h3lib.parallel.launch import die_with_launcher
-from h3lib.parallel.levels import Levels, transports_of
-from h3lib.parallel.mesh import build_mesh, mesh_groups
-from h3lib.parallel.place import RankPlace, own_place
+from h3lib.parallel.levels import join
+from h3lib.parallel.mesh import build_mesh
+from h3lib.parallel.place import RankPlace, check_nodes, own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import (
     PHASES,
@@ -72,11 +73,11 @@ class RankRun:
         if self.place.num_ranks != self.layout.num_ranks:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
             raise LayoutError("number of ranks", self.place.num_ranks, accepted)
-        groups = mesh_groups(self.layout)
-        transports = self._transports(groups)
-        nccl = [group for group in groups if transports[group] == "nccl"]
-        self.world = GlooWorld(groups, self.request.timeout_s, data_groups=nccl)
-        self.levels = Levels(self.world, transports)
+        request, on_gpu = self.request, self.request.device == "cuda"
+        owns_gpu = on_gpu and self.place.local_size <= torch.cuda.device_count()
+        self.world, self.levels = join(
+            self.layout, request.timeout_s, request.chosen_transport, owns_gpu
+        )
         try:
             self._join()
             self._phase("canonical")
@@ -89,16 +90,12 @@ class RankRun:
             self._phase("control")
             control = self._control(canonical)
             return self._report(canonical, differences, control)
+        except BaseException as error:
+            self.world.fail_alone(error)
+            raise
         finally:
             self.levels.close()
             self.world.close()
-
-    def _transports(self, groups: list[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
-        """How each group is joined; ranks of a machine that has a GPU for each own one."""
-        request, owns_gpu = self.request, False
-        if request.device == "cuda":
-            owns_gpu = self.place.local_size <= torch.cuda.device_count()
-        return transports_of(self.layout, groups, request.chosen_transport, owns_gpu)
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
@@ -114,7 +111,7 @@ class RankRun:
         self.hosts = self.world.members.hosts
         self.local_rank = self.hosts[:rank].count(self.hosts[rank])
         self.nodes = self.world.gather_objects(self.place.node)
-        self._check_nodes()
+        check_nodes(self.layout, self.nodes, request.chosen_transport)
         self.device = request.device
         if request.device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
@@ -130,14 +127,6 @@ class RankRun:
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
         self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
-
-    def _check_nodes(self) -> None:
-        """The ranks that the layout puts on one node are on one; a node may hold several such."""
-        for first in range(0, self.layout.num_ranks, self.layout.local_size or 1):
-            together = self.nodes[first : first + (self.layout.local_size or 1)]
-            if len(set(together)) > 1:
-                accepted = f"one node for ranks {first} to {first + len(together) - 1}"
-                raise LayoutError(f"nodes of {self.layout.name}", together, accepted)
 
     def _records(
         self, shard: SeqShard, program: Program, backward: bool = True
@@ -169,8 +158,9 @@ class RankRun:
                 folder = Path(self.request.canonical or tempfile.mkdtemp(prefix="h3lib-"))
                 shard = SeqShard.canonical(self.packed.num_rows, self.contract)
                 program = self.request.program(self.device, canonical=True)
+                question = self.question | (self.digests if self.request.canonical else {})
                 path, reused = canonical_file(
-                    folder, self.question, lambda: self._records(shard, program)
+                    folder, question, lambda: self._records(shard, program)
                 )
             except Exception as error:  # every rank must hear of it, or the others wait
                 failure = f"{type(error).__name__}: {error}"
@@ -257,7 +247,7 @@ class RankRun:
             "backend": request.backend,
             "transports": self.levels.used(),
             "environment": self.environment,
-            **self._digests(),
+            **self.digests,
             "tensors": tensors,
             "equal": all(tensor["different"] == 0 for tensor in tensors),
             "control": control,
@@ -273,7 +263,8 @@ class RankRun:
         first = first_different_step(tensors)
         return {"points": self.request.points, "first_different_step": first}
 
-    def _digests(self) -> dict:
+    @cached_property
+    def digests(self) -> dict:
         """SHA-256 over the digests of all weights, by name, and of all inputs; those of each weight
         where there are more than one block's."""
         weights, inputs = self.program.given()
@@ -319,7 +310,7 @@ def main() -> None:
     srun passes the status on. torchrun tells only success from failure: there the status goes to a
     file in SCRATCH.
     """
-    request, place = Request(**json.loads(sys.argv[1])), own_place()
+    request, place = Request(**json.loads(sys.argv[1])), own_place(alone=True)
     if place.launcher == "srun":
         status = run_rank(request, place)
         sys.stdout.flush()

@@ -78,6 +78,7 @@ def test_a_module_is_read_at_one_sitting(path):
 def test_no_module_reads_the_environment_to_choose_bits():
     """Environment variables say who a rank is, never how it adds."""
     allowed = {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"}
+    allowed |= {"NCCL_NVLS_ENABLE"}
     allowed |= {f"SLURM_{word}" for word in ("PROCID", "NODEID", "STEP_NODELIST")}
     allowed |= {"SLURM_JOB_ID", "SLURM_STEP_ID"}
     for path in MODULES:

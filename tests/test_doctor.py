@@ -41,15 +41,15 @@ def test_a_setting_that_can_change_something_changes_the_digest(fresh, monkeypat
     assert fingerprint_digest() == before
 
 
-def test_an_allocator_that_breaks_ipc_is_a_problem(fresh, tmp_path, monkeypatch, capsys):
+def test_an_allocator_that_breaks_ipc_of_tensors_is_a_warning(fresh, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--out", str(tmp_path / "d.json")])
     found = json.loads((tmp_path / "d.json").read_text())["checks"]
-    assert "allocator" in [check["name"] for check in found if check["verdict"] == PROBLEM]
+    assert "allocator" in [check["name"] for check in found if check["verdict"] == WARNING]
     printed = capsys.readouterr().out
-    assert "problem  allocator" in printed and "unset expandable_segments" in printed
-    assert ended.value.code == 1
+    assert "warning  allocator" in printed and "no IPC handle" in printed
+    assert ended.value.code == (1 if any(check["verdict"] == PROBLEM for check in found) else 0)
 
 
 def test_verdicts_of_single_checks():

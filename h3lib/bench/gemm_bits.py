@@ -49,7 +49,8 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        return (self.different == 0) == self.expected_equal and self.elements > 0
+        agrees = (self.different == 0) == self.expected_equal
+        return agrees and self.different >= 0 and self.elements > 0
 
 
 def difference(value: Tensor, expected: Tensor) -> int:

@@ -164,7 +164,7 @@ class Litmus:
 
     @property
     def passed(self) -> bool:
-        return (self.errors > 0) == self.must_fail
+        return self.errors >= 0 and (self.errors > 0) == self.must_fail
 
 
 class Pages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -67,8 +68,10 @@ class GlooWorld:
                 "gloo", store=store, rank=self.rank, world_size=self.size, timeout=start
             )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+            os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
+            patience = timeout + datetime.timedelta(seconds=60)  # a verdict comes before its abort
             self._data_groups = {
-                ranks: dist.new_group(list(ranks), timeout=timeout, backend=data_backend)
+                ranks: dist.new_group(list(ranks), timeout=patience, backend=data_backend)
                 for ranks in data_groups
             }
             places = [None] * self.size
@@ -126,6 +129,11 @@ class GlooWorld:
         if self.error is None:
             self.error = self._verdicts.publish(error)
         return self.error
+
+    def fail_alone(self, error: BaseException) -> None:
+        """This rank ends by an error of its own: the others hear of it before they wait for it."""
+        received = f"{type(error).__name__}: {str(error)[:500]}"
+        self.fail(PeerError(f"rank {self.rank}", received, "no error"))
 
     def has_verdict(self) -> bool:
         """Whether some rank has settled on a failure."""

@@ -5,7 +5,8 @@
 | of one node of the layout   | CUDA IPC and kernels that read peers | Gloo   |
 | of several nodes            | NCCL if every rank owns a GPU, else Gloo | Gloo |
 
-NCCL refuses two ranks on one GPU. The choice is made once, from the layout, and is in the report;
+NCCL refuses two ranks on one GPU. The choice is made once, from the layout and from whether ranks
+own a GPU, and is in the report;
 what was chosen and does not work is an error, never another transport.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from h3lib.layout import Layout
 from h3lib.parallel.gloo import GlooWorld
-from h3lib.parallel.mesh import Group
+from h3lib.parallel.mesh import Group, mesh_groups
 from h3lib.parallel.nccl import NcclTransport
 from h3lib.parallel.transport import Level
 
@@ -27,6 +28,20 @@ def transports_of(layout: Layout, groups: list[Group], transport: str, owns_gpu:
         group: transport if len({layout.node(rank) for rank in group}) == 1 else between
         for group in groups
     }
+
+
+def join(
+    layout: Layout, timeout_s: float, transport: str, owns_gpu: bool
+) -> tuple[GlooWorld, Levels]:
+    """The world of the ranks that were started, and the levels of their groups; none open yet.
+
+    **Raises:** PeerError if the others do not join within `timeout_s`.
+    """
+    groups = mesh_groups(layout)
+    transports = transports_of(layout, groups, transport, owns_gpu)
+    between = [group for group in groups if transports[group] == "nccl"]
+    world = GlooWorld(groups, timeout_s, data_groups=between)
+    return world, Levels(world, transports)
 
 
 class Levels:

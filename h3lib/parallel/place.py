@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from h3lib.contract import PeerError
+from h3lib.contract import LayoutError, PeerError
+from h3lib.layout import Layout
 
 _FIRST_PORT, _NUM_PORTS = 15000, 15000  # below the ports that Linux gives to outgoing connections
 
@@ -25,11 +27,11 @@ class RankPlace:
     launcher: str
 
 
-def own_place() -> RankPlace | None:
+def own_place(alone: bool = False) -> RankPlace | None:
     """The place of this process; None if it was not started as a rank.
 
     torchrun's word comes first, for srun may have started torchrun. A Slurm step of one task is no
-    rank but a program that starts ranks, such as a notebook.
+    rank but a program that starts ranks, such as a notebook; `alone` says that it is a rank.
 
     **Raises:** PeerError if Slurm does not say where the first rank is.
     """
@@ -39,11 +41,25 @@ def own_place() -> RankPlace | None:
         local_size = int(known.get("LOCAL_WORLD_SIZE", num_ranks))
         return RankPlace(int(known["RANK"]), num_ranks, node, local_size, "env://", "torchrun")
     num_tasks = int(known.get("SLURM_STEP_NUM_TASKS", 1))
-    if "SLURM_STEP_ID" not in known or num_tasks == 1:
+    if "SLURM_STEP_ID" not in known or (num_tasks == 1 and not alone):
         return None
     local_size = len(known["SLURM_GTIDS"].split(","))  # the tasks of this node
     rank, node = int(known["SLURM_PROCID"]), int(known["SLURM_NODEID"])
     return RankPlace(rank, num_tasks, node, local_size, _meeting(), "srun")
+
+
+def check_nodes(layout: Layout, nodes: Sequence[int], transport: str) -> None:
+    """The ranks that the layout puts on one node are on one; a node may hold several such.
+
+    `nodes[rank]` as the launcher counts them. **Raises:** LayoutError on every rank.
+    """
+    local_size = layout.local_size or (layout.num_ranks if transport == "peer" else 1)
+    for first in range(0, layout.num_ranks, local_size):
+        together = list(nodes[first : first + local_size])
+        if len(set(together)) > 1:
+            accepted = f"one node for ranks {first} to {first + len(together) - 1}"
+            accepted += "" if layout.local_size else "; over several, a layout with -localN"
+            raise LayoutError(f"nodes of {layout.name}", together, accepted)
 
 
 def _meeting() -> str:
