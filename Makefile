@@ -10,12 +10,14 @@ SIZE_cpu := tiny
 SIZE_cuda := small
 PINS_cpu := cpu
 PINS_cuda := gpu
+TRITON_cpu := 3.6
 ifeq ($(SIZE_$(DEVICE)),)
 $(error DEVICE: received '$(DEVICE)'; accepted: cpu, cuda)
 endif
 
 BIN := $(VENV)/bin
 READY := $(VENV)/ready-$(DEVICE)
+OTHER := $(TRITON_$(DEVICE):%=$(VENV)/triton-%/ready)
 REPORTS := $(LAYOUTS:%=build/reports/%.json)
 SOURCES := $(shell find h3lib -name '*.py')
 
@@ -25,8 +27,9 @@ reproduce: $(READY)  ## the whole result: every layout as real processes, notebo
 	rm -rf build/reports
 	$(MAKE) --no-print-directory book DEVICE=$(DEVICE)
 
-test: $(READY)  ## all tests but the slow ones and those that need a GPU
+test: $(READY) $(OTHER)  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not browser"
+	$(if $(OTHER),PYTHONPATH=$(abspath $(dir $(OTHER))) $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu" tests/ops/hopper)
 
 build/reports/%.json: $(SOURCES) | $(READY)
 	@mkdir -p $(@D)
@@ -59,6 +62,13 @@ lab: $(READY)  ## the notebooks in JupyterLab
 
 clean:
 	rm -rf $(VENV) build book/runs book/_build
+
+# Another Triton over the same environment: the kernels are compiled and interpreted with it too.
+$(VENV)/triton-%/ready: env/requirements-triton-%.txt $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) --requirement $<
+	PYTHONPATH=$(abspath $(@D)) $(BIN)/python -c 'import sys, triton; found = triton.__version__; sys.exit(not found.startswith("$*.") and f"Triton: received {found}; accepted: $*")'
+	touch $@
 
 # One virtual environment from exact pins; it is made again when a pin changes.
 $(READY): env/requirements-$(PINS_$(DEVICE)).txt pyproject.toml

@@ -4,6 +4,7 @@
     python -m h3lib.book run notebooks/05_one_layout.ipynb NAME [-p PARAMETER VALUE]...
 
 A page is kept only if its notebook finished (`h3lib.execute`) and the report it is about is whole.
+Pages that were executed on another machine, with its GPUs, are committed in reports/*/pages/.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 import nbformat
 
 from h3lib.contract import H3Error
-from h3lib.execute import NotebookError, parse_parameters, run_notebook
-from h3lib.readme import layout_reports, result_line
+from h3lib.execute import NotebookError, check_finished, parse_parameters, run_notebook
+from h3lib.readme import layout_reports, model_line, model_reports, result_line
 from h3lib.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +62,19 @@ def plan() -> list[Run]:
     return runs
 
 
+def committed_pages() -> list[Path]:
+    """Executed notebooks among the evidence, by name."""
+    return sorted(EVIDENCE.glob("*/pages/*.ipynb"))
+
+
+def copy_pages() -> None:
+    """Put the committed pages into book/runs/. **Raises:** NotebookError for an unfinished one."""
+    for path in committed_pages():
+        book = nbformat.read(path, as_version=4)
+        check_finished(path.stem, book)
+        nbformat.write(book, RUNS / path.name)
+
+
 def _of_report(layout: str) -> dict[str, object]:
     """Parameters that load the new report of a layout, if there is one."""
     path = NEW_REPORTS / f"{layout}.json"
@@ -96,6 +110,8 @@ def _dress(book: nbformat.NotebookNode, title: str | None) -> None:
     heading = next(cell for cell in book.cells if cell.cell_type == "markdown")
     if title is not None:
         heading.source = re.sub(r"\A# .*", f"# {title}", heading.source)
+    for place in ("input_path", "output_path"):  # of this machine alone
+        book.metadata.get("papermill", {}).pop(place, None)
     for cell in book.cells:
         tags = cell.metadata.get("tags", [])
         if "injected-parameters" in tags:
@@ -108,10 +124,12 @@ def write_tables() -> None:
     Ranks that share a GPU wait for each other there: their times mean nothing and are left out.
     """
     reports = layout_reports(EVIDENCE, NEW_REPORTS)
+    of_model = model_reports(EVIDENCE, NEW_REPORTS)
     tables = {
         "results": [result_line(report) for report in reports],
+        "model_results": [model_line(report) for report in of_model],
         "environment": list(
-            {tuple(e.items()): e for e in map(_environment_line, reports)}.values()
+            {tuple(e.items()): e for e in map(_environment_line, [*reports, *of_model])}.values()
         ),
         "seconds": [_seconds_line(r) for r in reports if (r["ranks_per_gpu"] or 1) == 1],
     }
@@ -156,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             print(execute(run).relative_to(ROOT), flush=True)
         if options.command == "all":
+            copy_pages()
             write_tables()
     except H3Error as error:
         print(f"h3lib.book: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
 
 from h3lib.contract import (
@@ -20,7 +21,7 @@ from h3lib.explain import explain
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
-from h3lib.rank import EQUAL, REFUSED
+from h3lib.rank import EQUAL, FAILED, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
@@ -72,6 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("h3lib: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except Exception:  # Python's own status for this is 1, which says that some bytes differ
+        traceback.print_exc()
+        sys.exit(FAILED)
 
 
 def _add_run(commands) -> None:

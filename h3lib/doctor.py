@@ -19,7 +19,7 @@ import torch.multiprocessing
 
 from h3lib.contract import LayoutError
 from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout
-from h3lib.report import environment
+from h3lib.provenance import device_name, versions
 
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "not here"
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
@@ -51,13 +51,11 @@ class Verdict:
 @functools.cache
 def fingerprint() -> dict[str, object]:
     """All that may change a bit or a time here and does not change while the machine is up."""
-    known = environment("cpu", "node-a")
-    software = {key: known[key] for key in ("python", "torch", "triton", "numpy")}
     return {
-        **software,
+        **versions("python", "torch", "triton", "numpy"),
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
-        "cpu": known["device_name"],
+        "cpu": device_name("cpu"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpus": _smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"),
         "topology": _smi("topo", "-m"),

@@ -51,60 +51,56 @@ class H3Transformer(nn.Module):
         mesh: Mesh,
         backend: str = "eager",
         saved: str = BLOCK_INPUTS,
+        world: GlooWorld | None = None,
     ):
         super().__init__()
         if saved not in SAVED:
             raise OperandError("what to save", saved, ", ".join(SAVED))
         self.size, self.layout, self.rank, self.mesh = source.size, layout, rank, mesh
-        self.backend, self.saved, self.world = backend, saved, None
+        self.backend, self.saved, self.world = backend, saved, world
         place = SeqShard(Ownership.of(layout, 1, PUBLISHED), rank, mesh)
         for name, value in rank_weights(source.size, source, place).items():
             add_parameter(self, name.split("."), value)
 
     @classmethod
     def from_checkpoint(
-        cls, folder: str, layout: str = "tp1", size: str | None = None, device: str = "cpu", **how
+        cls,
+        folder: str,
+        layout: str = "tp1",
+        size: str | None = None,
+        device: str = "cpu",
+        backend: str = "eager",
+        saved: str = BLOCK_INPUTS,
+        timeout_s: float = 600.0,
     ) -> H3Transformer:
         """The model in a released folder, diffusers or original key layout, on this rank's place.
 
-        `size` is that of `config.json` unless it is named. `how`: `backend` ("eager", "triton"),
-        `saved`, `timeout_s` of the process group.
+        `size` is that of `config.json` unless it is named; `timeout_s`: how long ranks wait for
+        each other.
 
         **Raises:** CheckpointError with every problem of the folder, LayoutError for a layout that
         does not fit the ranks that were started, PeerError for a rank whose software differs.
         """
         known = folder_size(folder, size)
-
-        def source_on(device: str) -> WeightSource:
-            return CheckpointWeights(folder, known, None, device)
-
-        return cls._on_ranks(source_on, layout, device, **how)
+        layout, rank, mesh, world = _join(layout, device, timeout_s)
+        source = CheckpointWeights(folder, known, None, device)
+        return cls(source, layout, rank, mesh, backend, saved, world)
 
     @classmethod
     def synthetic(
-        cls, size: ModelSize, layout: str = "tp1", seed: int = 0, device: str = "cpu", **how
+        cls,
+        size: ModelSize,
+        layout: str = "tp1",
+        seed: int = 0,
+        device: str = "cpu",
+        backend: str = "eager",
+        saved: str = BLOCK_INPUTS,
+        timeout_s: float = 600.0,
     ) -> H3Transformer:
         """The same with synthetic weights, made in place."""
-        return cls._on_ranks(lambda d: SyntheticWeights(size, seed, d), layout, device, **how)
-
-    @classmethod
-    def _on_ranks(cls, source_on, layout, device, timeout_s: float = 600.0, **how):
-        layout, ranks = Layout.parse(layout), world_size() if launched() else 1
-        if ranks != layout.num_ranks:
-            accepted = f"{layout.num_ranks} for {layout.name}: torchrun --nproc-per-node ..."
-            raise LayoutError("number of ranks", ranks, accepted)
-        if not launched():
-            return cls(source_on(device), layout, 0, local_mesh(), **how)
-        world = GlooWorld(mesh_groups(layout), timeout_s)
-        if device == "cuda":
-            hosts = world.members.hosts
-            local_rank = hosts[: world.rank].count(hosts[world.rank])
-            torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        require_same(world, fingerprint(environment(device, "")) | {"layout": layout.name})
-        mesh = build_mesh(layout, world.rank, world.connect)
-        model = cls(source_on(device), layout, world.rank, mesh, **how)
-        model.world = world
-        return model
+        layout, rank, mesh, world = _join(layout, device, timeout_s)
+        source = SyntheticWeights(size, seed, device)
+        return cls(source, layout, rank, mesh, backend, saved, world)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -185,6 +181,25 @@ class H3Transformer(nn.Module):
         rows = (inputs.video[None], inputs.audio[None], inputs.text[None])
         video, audio = self(*rows, **metadata)
         return {"video": video[0], "audio": audio[0]}
+
+
+def _join(
+    name: str, device: str, timeout_s: float
+) -> tuple[Layout, int, Mesh, GlooWorld | None]:
+    """This process's place among the ranks that were started, all with the same software."""
+    layout, ranks = Layout.parse(name), world_size() if launched() else 1
+    if ranks != layout.num_ranks:
+        accepted = f"{layout.num_ranks} for {layout.name}: torchrun --nproc-per-node ..."
+        raise LayoutError("number of ranks", ranks, accepted)
+    if not launched():
+        return layout, 0, local_mesh(), None
+    world = GlooWorld(mesh_groups(layout), timeout_s)
+    if device == "cuda":
+        hosts = world.members.hosts
+        local_rank = hosts[: world.rank].count(hosts[world.rank])
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    require_same(world, fingerprint(environment(device, "")) | {"layout": layout.name})
+    return layout, world.rank, build_mesh(layout, world.rank, world.connect), world
 
 
 class _Model(torch.autograd.Function):

@@ -7,7 +7,6 @@ its own with them. Rank 0 writes the report.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -40,6 +39,8 @@ from h3lib.parallel.shard import SeqShard
 from h3lib.report import (
     PHASES,
     SCHEMA_VERSION,
+    digest_of,
+    digest_of_weights,
     environment,
     fingerprint,
     machine_names,
@@ -277,15 +278,10 @@ class RankRun:
         where there are more than one block's."""
         weights, inputs = self.program.given()
         by_name = {name: digest(weight) for name, weight in weights}
-        lines = sorted(f"{name} {sha256}" for name, sha256 in by_name.items())
-        digests = {"weights": _digest_of(*lines), "inputs": _digest_of(*map(digest, inputs))}
+        digests = {"weights": digest_of_weights(by_name), "inputs": digest_of(map(digest, inputs))}
         if isinstance(self.program, BlockProgram):
             return {"digests": digests}
         return {"digests": digests, "weight_digests": by_name}
-
-
-def _digest_of(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def run_rank(

@@ -6,9 +6,11 @@ by the ranks, and the control, where it is applicable, differs. Host names appea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jsonschema
@@ -22,7 +24,7 @@ from h3lib.model.generation import REPLAY, first_different_step, make_program
 from h3lib.model.packing import Job, pack
 from h3lib.model.program import Program
 from h3lib.model.trace import KINDS
-from h3lib.model.weights import SyntheticWeights
+from h3lib.model.weights import SyntheticWeights, parameters
 from h3lib.parallel.control import control_axes
 
 SCHEMA_VERSION = 1
@@ -129,6 +131,7 @@ def check_report(report: object) -> None:
     program = program_of(report)
     tensors = {(tensor["kind"], tensor["name"]): tensor for tensor in report["tensors"]}
     _check_values(report, tensors, program)
+    _check_weights(report, program)
     for tensor in tensors.values():
         if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
             raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
@@ -164,6 +167,30 @@ def _check_place(report: dict) -> Ownership:
     if len(report.get("nodes", range(layout.num_ranks))) != layout.num_ranks:
         raise ReportError(f"nodes of {layout.name}", report["nodes"], "one for each rank")
     return owner
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """SHA-256 over several texts, one a line."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def digest_of_weights(by_name: Mapping[str, str]) -> str:
+    """SHA-256 over the digests of all weights, sorted by name."""
+    return digest_of(sorted(f"{name} {sha256}" for name, sha256 in by_name.items()))
+
+
+def _check_weights(report: dict, program: Program) -> None:
+    """The digests of single weights, where they are given, are all there and make up the whole."""
+    by_name = report.get("weight_digests")
+    if by_name is None:
+        return
+    expected = parameters(program.size).keys()
+    if by_name.keys() != expected:
+        wrong = sorted(by_name.keys() ^ expected)
+        raise ReportError("digests of weights", wrong, "each parameter of the model once")
+    whole = digest_of_weights(by_name)
+    if whole != report["digests"]["weights"]:
+        raise ReportError("digest of all weights", report["digests"]["weights"], whole)
 
 
 def program_of(report: dict) -> Program:

@@ -68,7 +68,7 @@ def _record(cell: Cell, digests: dict[str, str]) -> dict:
 def _equal(cell: Cell) -> bool:
     """The verdict of the cell's report. **Raises:** ReportError if it is not of this cell."""
     report = read_report(cell.report)
-    for name in ("layout", "size", "rows", "device", "seed"):
+    for name in ("layout", "size", "rows", "device", "backend", "seed"):
         asked = cell.parameters.get(name, report[name])
         asked = Layout.parse(asked).name if name == "layout" else asked
         if report[name] != asked:

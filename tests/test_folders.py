@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from block_support import TINY
+from block_support import TINY, packed_rows, red
 
 from h3lib.cli import main
 from h3lib.contract import PUBLISHED
 from h3lib.layout import Layout, Ownership, region_shape
 from h3lib.model.checkpoint import CheckpointWeights
 from h3lib.model.inputs import rank_weights
+from h3lib.model.program import ModelProgram
 from h3lib.model.transformer import stage_parameters
 from h3lib.model.weights import SyntheticWeights, digest, parameters
 from h3lib.parallel.mesh import local_mesh
 from h3lib.parallel.shard import SeqShard
+from h3lib.simulate import canonical_values, play
 
 
 class Done(NamedTuple):
@@ -114,3 +116,11 @@ def test_a_rank_reads_its_share_and_nothing_else(folders, layout, monkeypatch):
         assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
         read.append(sum(asked))
     assert max(read) < sum(math.prod(shape) for shape, _ in parameters(TINY).values())
+
+
+def test_the_model_of_a_folder_has_the_bytes_of_its_values(folders):
+    """The original key layout read in slices by four ranks, against the values themselves."""
+    packed = packed_rows(33)
+    canonical = canonical_values(ModelProgram(TINY, SyntheticWeights(TINY, 4), packed))
+    found = ModelProgram(TINY, CheckpointWeights(folders[0], TINY), packed)
+    assert red(play("tp2-sp-pp2", found, canonical)) == set()

@@ -11,7 +11,9 @@ import yaml
 from h3lib import book
 from h3lib.book import NOTEBOOKS, NotebookError, Run, execute, parse_parameters
 from h3lib.contract import LayoutError
+from h3lib.execute import check_finished
 from h3lib.notebook import ParameterError, check_parameters
+from h3lib.readme import every_layout_report
 
 ONE, TREE, ROWS, BLOCK, LAYOUT, RESULTS, KERNELS = sorted(NOTEBOOKS.glob("0[1-7]_*.ipynb"))
 
@@ -55,7 +57,26 @@ def test_the_book_has_a_page_for_every_planned_run():
     toc = yaml.safe_load((book.ROOT / "book" / "_toc.yml").read_text())
     files = {chapter["file"] for part in toc["parts"] for chapter in part["chapters"]}
     pages = {name.removeprefix("runs/") for name in files if name.startswith("runs/")}
-    assert pages == {run.name for run in book.plan()}
+    committed = {path.stem for path in book.committed_pages()}
+    assert pages == {run.name for run in book.plan()} | committed
+
+
+@pytest.mark.parametrize("path", book.committed_pages(), ids=lambda path: path.stem)
+def test_a_committed_page_finished_and_shows_a_committed_report(path, folders):
+    page = nbformat.read(path, as_version=4)
+    check_finished(path.stem, page)
+    asked = page.metadata["papermill"]["parameters"]
+    reports = [
+        report
+        for report in every_layout_report(path.parents[1] / "layouts")
+        if all(report[name] == value for name, value in asked.items())
+    ]
+    text = path.read_text()
+    totals = [sum(tensor["total"] for tensor in report["tensors"]) for report in reports]
+    assert any(f"all {total:,} elements equal" in text for total in totals)
+    book.RUNS.mkdir()
+    book.copy_pages()
+    assert (book.RUNS / path.name).exists()
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,29 @@ def test_complete_must_come_last(report, tmp_path):
     path.write_text(json.dumps({"complete": True, **report}))
     with pytest.raises(ReportError, match="last key"):
         read_report(path)
+
+
+MODEL = EVIDENCE.parent / "model"
+TAMPERED_MODEL = {
+    "fewer blocks": ("run-tp4-cp2-sp", _set("blocks", to=1)),
+    "a block too many": ("run-tp4-cp2-sp", _set("blocks", to=3)),
+    "a value of the second block dropped": (
+        "run-tp4-cp2-sp",
+        _drop("gradient", "transformer_blocks.1.attn.to_q.weight"),
+    ),
+    "another weight": ("run-tp4-cp2-sp", _set("weight_digests", "proj_in.bias", to="0" * 64)),
+    "a weight dropped": ("run-tp4-cp2-sp", lambda r: r["weight_digests"].pop("proj_in.bias")),
+    "more stages": ("run-tp2-cp2-sp-pp2", _set("layout", to="tp2-cp2-sp-pp4")),
+    "more stages than blocks": ("run-tp2-cp2-sp-pp2", _set("layout", to="tp1-pp8")),
+    "fewer steps": ("generate-tp4-cp2-sp", _set("points", to=4)),
+    "a step that differs": ("generate-tp4-cp2-sp", _set("first_different_step", to=2)),
+    "a generation called a pass": ("generate-tp4-cp2-sp", lambda r: r.pop("points")),
+}
+
+
+@pytest.mark.parametrize("name, change", TAMPERED_MODEL.values(), ids=TAMPERED_MODEL)
+def test_a_tampered_report_of_the_model_is_refused(name, change):
+    report = read_report(MODEL / f"{name}.json")
+    change(report)
+    with pytest.raises(ReportError):
+        check_report(report)

@@ -31,7 +31,7 @@ from h3lib.parallel.launch import die_with_launcher, run_ranks
 from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer import PeerTree
 from h3lib.parallel.transport import num_roots
-from h3lib.report import git_commit
+from h3lib.provenance import git_commit
 
 TIMEOUT_S = 300.0
 CAPACITY_BYTES = 256 << 20

@@ -35,7 +35,7 @@ from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
 from h3lib.ops.tree import partial_roots, tree_sum
 from h3lib.parallel.shard import SeqShard
-from h3lib.report import git_commit
+from h3lib.provenance import git_commit
 
 ROWS, BLOCK, LARGEST, OUTLIER = 264, 128, 448.0, 100.0
 SHORT, PRECISE, EXACT = None, 128, 32

@@ -27,7 +27,7 @@ from h3lib.ops.backend import load_backend
 from h3lib.ops.gemm import linear_forward
 from h3lib.ops.hopper.compat import num_multiprocessors
 from h3lib.ops.hopper.compiled import Code, compile_offline
-from h3lib.report import git_commit
+from h3lib.provenance import git_commit
 
 ROWS = (1, 31, 264, 4096, 37776)
 GRAPH_ROWS = 264

@@ -178,19 +178,31 @@ def _limit():
     resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 
 
-def test_a_rank_without_memory_and_a_layout_that_cannot_be(tmp_path):
-    """The real notebook: 2 billion rows in 6 GiB; tp3."""
-    (tmp_path / "grid.yaml").write_text("grid: {layout: [tp1, tp3]}\nfixed: {rows: 2000000000}\n")
+@pytest.mark.parametrize("rows", [2_000_000_000, pytest.param(60_000_000, marks=pytest.mark.slow)])
+def test_a_run_without_memory(rows, tmp_path):
+    """The real notebook in 6 GiB: the first is too large for `h3lib run`, the second for a rank."""
+    (tmp_path / "grid.yaml").write_text(f"grid: {{layout: [tp1]}}\nfixed: {{rows: {rows}}}\n")
     program = "import sys; from pathlib import Path; from h3lib import grid, sweep; "
     program += "_, grid.SWEEPS, sweep.NEW_REPORTS, file = map(Path, sys.argv); "
     program += "sys.exit(sweep.sweep(file))"
     places = [tmp_path / name for name in ("sweeps", "reports", "grid.yaml")]
     command = [sys.executable, "-c", program, *map(str, places)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=_limit)
-    failed, unsupported = done.stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, preexec_fn=_limit)
+    (failed,) = done.stdout.splitlines()
     assert failed.startswith("failed ") and "  out of memory: " in failed, failed
-    assert unsupported.startswith("unsupported ") and "tp degree: received 3" in unsupported
     assert done.returncode == 3 and not places[1].exists()
+
+
+@pytest.mark.parametrize(
+    "parameters, word",
+    [("layout: [tp3]", "tp degree: received 3"), ("layout: [tp2], device: [tpu]", "'tpu'")],
+)
+@pytest.mark.slow
+def test_what_the_notebook_refuses_is_unsupported(parameters, word, folder, capsys):
+    (folder / "grid.yaml").write_text(f"grid: {{{parameters}}}")
+    assert sweep.sweep(folder / "grid.yaml") == 2
+    line = capsys.readouterr().out
+    assert line.startswith("unsupported ") and "  refused: " in line and word in line
 
 
 def test_a_killed_rank_is_named():
@@ -198,6 +210,10 @@ def test_a_killed_rank_is_named():
     error = nbformat.v4.new_output("error", ename="RunFailed", evalue=evalue, traceback=[])
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("", outputs=[error])])
     assert _fault(1, book, "") == "rank killed"
+    for name, fault in (("RunFailed", "rank failed"), ("RunRefused", "refused")):
+        book.cells[0].outputs[0].update(ename=name, evalue="h3lib run: received 'status ...'")
+        assert _fault(1, book, "") == fault
+    assert _fault(138, book, "") == "kernel killed"
 
 
 TYPED = {

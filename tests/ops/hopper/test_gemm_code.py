@@ -56,7 +56,7 @@ LAUNCHES = {
     **{f"unit tree {tile}": (product, tile) for tile in TREE},
     "unit tree of three parts": (product, TREE[-1], 3),
     "unit tree of three parts, thin": (product, THIN, 3),
-    **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (1, 2, 4, 8)},
+    **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (2, 4, 8)},
     "root of 8 units, thin": (tree, THIN, 8, 2, torch.float32),
     **{f"row fold {tile}": (fold, tile) for tile in FOLD},
     "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
