@@ -72,7 +72,7 @@ class Embedders:
     def backward(self, dx_SD: Tensor, input_gradients: bool = True) -> dict[str, Tensor]:
         """Gradients of the three inputs, each whole and in its set's order, if asked for.
 
-        Parameters go to `gradients`.
+        Parameters go to `gradients`. **Order:** `Linear`; the refiner's own. **Rounds:** as theirs.
         """
         found, shard = {}, self.ctx.shard
         for name, linear in self.linears.items():

@@ -47,7 +47,10 @@ class Heads:
         self.linears = {name: Linear(self.ctx, of) for name, of in HEADS.items()}
 
     def forward(self, x_SD: Tensor, temb_ME: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Velocities `[n, out]` FP32 of the video and the audio rows, whole on every rank."""
+        """Velocities `[n, out]` FP32 of the video and the audio rows, whole on every rank.
+
+        **Order:** `AdaLN`, `ModulatedNorm`, then a chain a column. **Rounds:** as they do.
+        """
         self.streams = streams
         shift, scale = self.adaln.forward(temb_ME).unbind(1)
         a_SD = self.norm.forward(x_SD, shift, scale, streams.timestep_rows)
@@ -58,7 +61,11 @@ class Heads:
         return found
 
     def backward(self, dvideo: Tensor, daudio: Tensor) -> tuple[Tensor, Tensor]:
-        """dx `[S, D]` and dtemb `[M, E]` from the gradients of all velocities."""
+        """dx `[S, D]` and dtemb `[M, E]` from the gradients of all velocities.
+
+        **Order:** `Linear`, `ModulatedNorm`, `AdaLN`. **Rounds:** the FP32 dx of a linear, to the
+        model's dtype, before the norm.
+        """
         ctx = self.ctx
         shape = (len(ctx.shard.slice_rows), ctx.size.hidden_size)
         da = torch.zeros(shape, dtype=ctx.dtype, device=dvideo.device)

@@ -23,6 +23,7 @@ class Linear:
     """One linear at an end of the model, on the rows of one stream; its parameters are whole here.
 
     **Order:** forward and dx: chains; dw, dbias: row fold over row units, of `shard`'s rows.
+    **Rounds:** each result once, to the weight's dtype; dw and dbias after their root.
     """
 
     def __init__(self, ctx: BlockContext, name: str):
@@ -36,6 +37,7 @@ class Linear:
         return self.ctx.call(linear_forward, self.x, self.w, self.bias)
 
     def dx(self, dy: Tensor) -> Tensor:
+        """dx = dy W in the weight's dtype."""
         return self.ctx.call(linear_dx, dy.to(self.w.dtype), self.w)
 
     def backward(self, dy: Tensor, at: Tensor, shard: SeqShard) -> None:

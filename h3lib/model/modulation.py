@@ -25,6 +25,7 @@ class Norm:
         self.ctx, self.name, self.weight = ctx, name, f"{name}.weight"
 
     def forward(self, x_SD: Tensor) -> Tensor:
+        """h `[S, D]`. **Order:** a row's squares in the in-row tree. **Rounds:** h, once."""
         ctx = self.ctx
         self.x = x_SD
         w, eps = ctx.weights[self.weight], ctx.size.norm_eps
@@ -32,7 +33,10 @@ class Norm:
         return ctx.slice_node(f"{self.name}.out", h)
 
     def backward(self, dh: Tensor, dx0: Tensor | None = None) -> Tensor:
-        """dx `[S, D]`, added to another gradient dx0 of x; dw goes to the context."""
+        """dx `[S, D]`, added to another gradient dx0 of x; dw goes to the context.
+
+        **Order**, **Rounds:** as `finish`.
+        """
         roots = self.ctx.row_units(norm.norm_dw_terms(dh, self.x, self.r))[:, 0]
         return self.finish(dh, roots, dx0)
 
@@ -56,7 +60,10 @@ class ModulatedNorm:
         self.ctx, self.norm, self.output = ctx, Norm(ctx, name), output
 
     def forward(self, x_SD: Tensor, shift: Tensor, scale: Tensor, table_rows: Tensor) -> Tensor:
-        """shift, scale `[G, D]`, columns of the table; table_rows `[S]`, its row for each row."""
+        """a `[S, D]`; shift, scale `[G, D]` are columns of the table, table_rows `[S]` its rows.
+
+        **Order:** as `Norm.forward`. **Rounds:** h, 1 + scale, their product and the sum.
+        """
         ctx, h = self.ctx, self.norm.forward(x_SD)
         self.scale, self.table_rows = scale, table_rows
         a = ctx.call(adaln.modulate_forward, h, shift, scale, table_rows)
@@ -64,7 +71,11 @@ class ModulatedNorm:
 
     def backward(self, da: Tensor, dx0: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dx `[S, D]`, added to another gradient dx0 of x, and the roots of (dshift, dscale)
-        `[R, G, 2, D]`; dw goes to the context."""
+        `[R, G, 2, D]`; dw goes to the context.
+
+        **Order:** dshift, dscale: row fold over row units, of the rows of a table row. **Rounds:**
+        dh once, the roots not at all; the rest as `Norm.finish`.
+        """
         ctx, x, r, shard = self.ctx, self.norm.x, self.norm.r, self.ctx.shard
         ctx.slice_node(f"d.{self.output}", da)
         operands = da, x, ctx.weights[self.norm.weight], r, self.scale
@@ -82,7 +93,10 @@ class AdaLN:
         self.width = rows_a_timestep * num_vectors * ctx.size.hidden_size
 
     def forward(self, temb_ME: Tensor) -> Tensor:
-        """Columns of this rank's column units, gathered in order. SiLU in FP32, then rounded."""
+        """Columns of this rank's column units, gathered in order.
+
+        **Order:** a chain a column. **Rounds:** SiLU of the FP32 embedding, then chain + bias once.
+        """
         ctx = self.ctx
         self.temb = temb_ME
         self.s_ME = ctx.node("adaln.s", ctx.call(adaln.adaln_input_forward, temb_ME, ctx.dtype))

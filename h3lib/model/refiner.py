@@ -47,13 +47,16 @@ class Refiner:
         self.final_norm = Norm(self.contexts["token_refiner."], "final_norm")
 
     def forward(self, e_TD: Tensor) -> Tensor:
-        """Refined text rows, `[T, D]`."""
+        """Refined text rows, `[T, D]`. **Order**, **Rounds:** those of a block without AdaLN."""
         for block in self.blocks:
             e_TD = block.forward(e_TD)
         return self.final_norm.forward(e_TD)
 
     def backward(self, de_TD: Tensor) -> Tensor:
-        """Gradient of the rows that came in; parameters go to the contexts."""
+        """Gradient of the rows that came in; parameters go to the contexts.
+
+        **Order:** blocks from last to first. **Rounds:** as `_RefinerBlock.backward`.
+        """
         de_TD = self.final_norm.backward(de_TD)
         for block in reversed(self.blocks):
             de_TD = block.backward(de_TD)
@@ -76,6 +79,7 @@ class _RefinerBlock:
         self.attention, self.feed_forward = Attention(ctx), FeedForward(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
+        """**Rounds:** each sum, to the rows' dtype."""
         x = x + self.attention.forward(self.norm1.forward(x), UNMODULATED)
         return x + self.feed_forward.forward(self.norm2.forward(x))
 

@@ -50,7 +50,10 @@ class Schedule:
         return len(self.sigmas) - 1
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
-        """x_next from x and the velocity v `[n, width]` FP32 at step i."""
+        """x_next = r x + (1 - r) (x + (1 - t) v) from the velocity v `[n, width]` FP32 at step i.
+
+        **Order:** as written, each product rounded before its sum. **Rounds:** FP32 throughout.
+        """
         if x.dtype != torch.float32 or v.dtype != torch.float32:
             raise OperandError("dtype of latents and velocity", (x.dtype, v.dtype), torch.float32)
         sigma_of_t = (1 - self.timesteps[i]).to(x.device)

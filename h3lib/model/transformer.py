@@ -118,6 +118,9 @@ class Transformer:
     def forward(self, inputs: Inputs, saved: str = ACTIVATIONS) -> dict[str, Tensor]:
         """Velocities FP32 of "video" `[Nv, 96]` and "audio" `[Na, 32]`, whole on every rank.
 
+        **Order:** embedders, blocks, heads; each its own. **Rounds:** where they do, and the
+        embedded rows to the blocks' dtype.
+
         **Raises:** RowsError for index sets that are not the active rows, OperandError for inputs
         that do not fit them.
         """

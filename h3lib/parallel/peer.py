@@ -46,8 +46,8 @@ class PeerTree(Level):
     """One group of ranks of one node.
 
     With `checked` a call returns when its result is complete, and raises if it cannot be. Without,
-    a failed call returns NaN, and the next call or `check` raises. Inside a CUDA graph calls are
-    never checked: call `check` after a replay. Collectives of a group are taken in stream order;
+    a failed call returns NaN, as do the calls after it, until `check` raises. Inside a CUDA graph
+    calls are never checked: call `check` after a replay. Collectives of a group are taken in stream order;
     a call on another stream waits for the last one, a graph's replay is ordered by its caller.
     """
 

@@ -10,7 +10,8 @@ A rank's shared buffer is its page (`peer_sync.py`) and two *slots*. One step of
 Two slots are enough: a rank stages epoch e + 1 after it has passed barrier e, so every peer has
 reached barrier e, hence has finished reading the slot of epoch e - 1, the same slot.
 
-After an abort nothing is read any more: results are filled with NaN (all bits set, for integers).
+After an abort nothing that was read is used: results are filled with NaN (all bits set, for
+integers).
 """
 
 from __future__ import annotations

@@ -116,7 +116,10 @@ class PeerSteps:
     def tree(
         self, out: Tensor, programs: tuple, part: int, width: int, length: int, offset: int
     ) -> None:
-        """Each row of `out`, from `offset` on, by its program from the slots' rows of one part."""
+        """Each row of `out`, from `offset` on, by its program from the slots' rows of one part.
+
+        **Order:** the program's, which `ops/tree.py` wrote. **Rounds:** once, to `out`'s dtype.
+        """
         if length <= 0:
             return
         grid = (min(-(-length // BLOCK), MAX_PROGRAMS),)
