@@ -1,9 +1,11 @@
-# Every target sets up what it needs. Variables: DEVICE=cpu|cuda, BACKEND, ROWS, PYTHON, VENV.
+# Every target sets up what it needs.
+# Variables: DEVICE=cpu|cuda, BACKEND, ROWS, JOBS (tests at once), PYTHON, VENV.
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 BACKEND ?= eager
 ROWS ?= 264
+JOBS ?= 2
 LAYOUTS := tp1 tp2 tp4 tp8 tp4-cp2 tp4-cp2-sp tp8-local4
 
 SIZE_cpu := tiny
@@ -28,8 +30,8 @@ reproduce: $(READY)  ## the whole result: every layout as real processes, notebo
 	$(MAKE) --no-print-directory book DEVICE=$(DEVICE)
 
 test: $(READY) $(OTHER)  ## all tests but the slow ones and those that need a GPU
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not browser"
-	$(if $(OTHER),PYTHONPATH=$(abspath $(dir $(OTHER))) $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu" tests/ops/hopper)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu and not browser"
+	$(if $(OTHER),PYTHONPATH=$(abspath $(dir $(OTHER))) $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" tests/ops/hopper)
 
 build/reports/%.json: $(SOURCES) | $(READY)
 	@mkdir -p $(@D)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,15 +37,25 @@ def canonical_file(
 ) -> tuple[Path, bool]:
     """The file in `folder` that answers `question`, and whether it was there already.
 
-    The question is everything that the canonical values depend on; it names the file.
+    The question is everything that the canonical values depend on; it names the file. A file that
+    is damaged is computed again.
     """
     text = json.dumps(question, sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = folder / f"canonical-{name}.safetensors"
-    if path.exists():
+    if path.exists() and _is_whole(path):
         return path, True
     save_canonical(canonical_tensors(compute()), path)
     return path, False
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether every value of a kept file has the SHA-256 that is written beside it."""
+    try:
+        file = CanonicalFile(path)
+        return all(digest(file[key]) == file.digests[key] for key in file)
+    except (SafetensorError, KeyError, OSError):
+        return False
 
 
 def save_canonical(tensors: Mapping[Key, Tensor], path: str | Path) -> None:

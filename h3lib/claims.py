@@ -95,7 +95,9 @@ def check(entry: Mapping[str, object], root: Path = ROOT) -> Outcome:
     values = [_field(entry, line, str(entry["value"])) for line in lines]
     holding = sum(bool(COMPARISONS[symbol](value, yaml.safe_load(limit))) for value in values)
     enough = 1 if entry.get("any") else len(lines)
-    held = len(lines) >= int(entry["least"]) and holding >= enough
+    if len(lines) < entry["least"]:
+        raise ReportError(f"lines of claim {entry['id']}", len(lines), f"{entry['least']} or more")
+    held = holding >= enough
     return Outcome(
         entry["id"], entry["claim"], entry["file"], holding, len(lines), held, entry.get("missed")
     )
@@ -123,13 +125,19 @@ def _field(entry: Mapping, line: Mapping, key: str) -> object:
 
 
 def main(arguments: Sequence[str]) -> int:
-    outcomes = [check(entry) for entry in read_claims()]
+    outcomes, failed = [], False
+    for entry in read_claims():
+        try:
+            outcomes.append(check(entry))
+        except ReportError as error:
+            failed = True
+            print(f"claims: {error}")
     for outcome in outcomes:
         verdict = "held" if outcome.held else "missed"
         mark = "" if outcome.stands else "   NOT AS WRITTEN"
         print(f"{verdict:<7}{outcome.holding:>5} of {outcome.lines:<5} {outcome.id}{mark}")
     wrong = [outcome.id for outcome in outcomes if not outcome.stands]
-    return int(bool(wrong) and list(arguments) == ["--check"])
+    return int(failed or (bool(wrong) and list(arguments) == ["--check"]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -222,6 +223,8 @@ def _add_faults(commands) -> None:
 def _faults(options: argparse.Namespace) -> int:
     from h3lib.faults.injection import run_faults
 
+    if not _writable(options.out):
+        return REFUSED
     try:
         if options.device == "cuda":
             require_cuda()
@@ -255,6 +258,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if not _writable(options.out):
+        return REFUSED
     try:
         require_cuda()
         if options.what == "collectives":
@@ -287,13 +292,25 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _layouts(options: argparse.Namespace) -> int:
-    print(f"{'layout':<16}{'ranks':>6}  cpu                            cuda")
+    print(f"{'layout':<20}{'ranks':>6}  cpu                            cuda")
     for verdict in verdicts():
-        print(f"{verdict.layout:<16}{verdict.ranks:>6}  {verdict.cpu:<30} {verdict.cuda}")
+        print(f"{verdict.layout:<20}{verdict.ranks:>6}  {verdict.cpu:<30} {verdict.cuda}")
     return EQUAL
 
 
+def _writable(path: Path) -> bool:
+    """Whether a file can be written there; asked before the work, not after it."""
+    place = path.parent
+    fine = place.is_dir() and os.access(place, os.W_OK) and not path.is_dir()
+    if not fine:
+        accepted = "a file name in a folder that can be written"
+        print(f"h3lib: output file: received {str(path)!r}; accepted: {accepted}", file=sys.stderr)
+    return fine
+
+
 def _doctor(options: argparse.Namespace) -> int:
+    if options.out and not _writable(options.out):
+        return REFUSED
     found = examine()
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -72,6 +72,8 @@ def read_ledger(path: Path) -> list[Entry]:
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ReportError(f"columns of {path.name}", reader.fieldnames, COLUMNS)
         ledger = list(reader)
+    if len({tuple(map(str, entry.values())) for entry in ledger}) < len(ledger):
+        raise ReportError(f"lines of {path.name}", "one twice", "each entry once")
     for line, entry in enumerate(ledger, start=2):
         if None in entry or None in entry.values() or len(entry["sha256"]) != DIGITS:
             raise ReportError(f"line {line} of {path.name}", entry, f"a value of each of {COLUMNS}")

@@ -28,6 +28,7 @@ from h3lib.model.packing import Job, Packed, pack
 from h3lib.model.sampler import Sampler, first_latents, unpatchify
 from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, SAVED, Inputs, Transformer
 from h3lib.model.weights import SyntheticWeights, WeightSource
+from h3lib.ops.backend import load_backend
 from h3lib.parallel.gloo import launched, require_same, world_size
 from h3lib.parallel.levels import Levels, join
 from h3lib.parallel.mesh import Mesh, build_mesh, local_mesh
@@ -35,6 +36,7 @@ from h3lib.parallel.place import own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import environment, fingerprint
 
+_KEPT = tuple(kept for kept in SAVED if kept != NOTHING)  # a backward needs one of these
 _JOB = Job(0, 0, 0, text_rows=1)  # a job that says nothing: rows come with their own metadata
 
 
@@ -56,8 +58,9 @@ class H3Transformer(nn.Module):
         levels: Levels | None = None,
     ):
         super().__init__()
-        if saved not in SAVED:
-            raise OperandError("what to save", saved, ", ".join(SAVED))
+        if saved not in _KEPT:
+            raise OperandError("what to save", saved, ", ".join(_KEPT))
+        load_backend(backend, source.device.type)
         self.size, self.layout, self.rank, self.mesh = source.size, layout, rank, mesh
         self.backend, self.saved, self.levels = backend, saved, levels
         place = SeqShard(Ownership.of(layout, 1, PUBLISHED), rank, mesh)

@@ -25,6 +25,7 @@ from h3lib.model.packing import Job, pack
 from h3lib.model.program import Program
 from h3lib.model.trace import KINDS
 from h3lib.model.weights import SyntheticWeights, parameters
+from h3lib.ops.backend import BACKENDS
 from h3lib.parallel.control import control_axes
 
 SCHEMA_VERSION = 1
@@ -55,7 +56,7 @@ _TENSOR = _object(
         "name": _TEXT,
         "kind": {"enum": list(KINDS)},
         "shape": {"type": "array", "items": _COUNT},
-        "dtype": _TEXT,
+        "dtype": {"enum": ["bfloat16", "float32", "float64"]},
         "total": _COUNT,
         "different": _COUNT,
         "covered": {"type": "boolean"},
@@ -91,14 +92,14 @@ REPORT_SCHEMA = _object(
         "layout": _TEXT,
         "num_ranks": {"type": "integer", "minimum": 1},
         "local_size": {"type": "integer", "minimum": 1},
-        "ranks_per_gpu": {"type": ["integer", "null"]},
+        "ranks_per_gpu": {"type": ["integer", "null"], "minimum": 1},
         "size": _TEXT,
         "rows": {"type": "integer", "minimum": 1},
         "job": {"type": "object"},
         "weights": _TEXT,
         "seed": _COUNT,
         "device": {"enum": ["cpu", "cuda"]},
-        "backend": _TEXT,
+        "backend": {"enum": list(BACKENDS)},
         "environment": _ENVIRONMENT,
         "digests": _object({"weights": _SHA256, "inputs": _SHA256}),
         "tensors": {"type": "array", "items": _TENSOR, "minItems": 1},
@@ -133,8 +134,10 @@ def check_report(report: object) -> None:
     _check_values(report, tensors, program)
     _check_weights(report, program)
     for tensor in tensors.values():
-        if not tensor["covered"] or tensor["total"] < _elements(tensor["shape"]):
-            raise ReportError(f"coverage of {tensor['name']}", tensor["total"], "every element")
+        once = _elements(tensor["shape"])
+        if not tensor["covered"] or not once <= tensor["total"] <= once * report["num_ranks"]:
+            accepted = f"every element, {once} to {once * report['num_ranks']}"
+            raise ReportError(f"coverage of {tensor['name']}", tensor["total"], accepted)
         if tensor["different"] > tensor["total"]:
             raise ReportError(f"count of {tensor['name']}", tensor["different"], tensor["total"])
         if (tensor["different"] > 0) != (tensor["first"] is not None):
@@ -151,7 +154,14 @@ def check_report(report: object) -> None:
 
 
 def _check_place(report: dict) -> Ownership:
-    """Contract, layout, ranks and size are known and agree."""
+    """Contract, layout, ranks, size and device are known and agree."""
+    on_gpu = report["device"] == "cuda"
+    if on_gpu != (report["environment"]["driver"] is not None):
+        received = (report["device"], report["environment"]["driver"])
+        raise ReportError("device and driver", received, "a driver on cuda, none on cpu")
+    if on_gpu != (report["ranks_per_gpu"] is not None):
+        received = (report["device"], report["ranks_per_gpu"])
+        raise ReportError("device and ranks a GPU", received, "a count on cuda, none on cpu")
     if report["contract"] != PUBLISHED.id:
         raise ReportError("contract", report["contract"], PUBLISHED.id)
     try:

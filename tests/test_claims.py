@@ -42,9 +42,11 @@ def test_lines_are_selected_counted_and_compared(outcome):
     assert outcome(where={}, holds=">= 0.1").lines == 4
 
 
-def test_too_few_lines_hold_nothing(outcome):
-    assert not outcome(least=3).held
-    assert not outcome(lines=[], least=1, any=True).held
+@pytest.mark.parametrize("changes", [{"least": 3}, {"lines": [], "least": 1, "any": True}])
+def test_too_few_lines_are_an_error_whatever_the_claim_says(outcome, changes):
+    for missed in ({}, {"missed": "the lines are gone"}):
+        with pytest.raises(ReportError, match="lines of claim fast"):
+            outcome(**changes, **missed)
 
 
 def test_a_missed_claim_must_be_missed(outcome):
@@ -75,6 +77,8 @@ def test_what_cannot_be_read_is_refused(outcome, changes, word):
         ("[{id: a, claim: b}]", "fields of claim a"),
         (json.dumps([ENTRY | {"vlaue": 1}]), "vlaue"),
         (json.dumps([ENTRY, ENTRY]), "each once"),
+        (json.dumps([ENTRY | {"least": 0}]), "1 or more"),
+        (json.dumps([ENTRY | {"least": "x"}]), "1 or more"),
     ],
 )
 def test_a_file_of_claims_is_checked(text, word, tmp_path):

@@ -165,5 +165,8 @@ def timestep_chain_dw(dm: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 @op
 def timestep_chain_product(dm: Tensor, s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dw and dbias of `timestep_chain_dw`, rounded once, to `dtype`, where they are finished."""
+    """dw and dbias of `timestep_chain_dw`, rounded where they are finished.
+
+    **Order:** a chain over the timesteps, ascending. **Rounds:** once, to `dtype`.
+    """
     return tuple(root.to(dtype) for root in timestep_chain_dw(dm, s))

@@ -98,7 +98,10 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tu
 
 @op
 def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """delta = tree over H of dO O on the rounded output, `[T, N]` FP32."""
+    """delta = sum over H of dO O on the rounded output, `[T, N]` FP32.
+
+    **Order:** the in-row tree over H. **Rounds:** nothing but the products.
+    """
     check_operands(dout=dout, out=out)
     check_shapes(dout=dout, out=out)
     dtype = accumulator(out)

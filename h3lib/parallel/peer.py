@@ -47,8 +47,9 @@ class PeerTree(Level):
 
     With `checked` a call returns when its result is complete, and raises if it cannot be. Without,
     a failed call returns NaN, as do the calls after it, until `check` raises. Inside a CUDA graph
-    calls are never checked: call `check` after a replay. Collectives of a group are taken in stream order;
-    a call on another stream waits for the last one, a graph's replay is ordered by its caller.
+    calls are never checked: call `check` after a replay. Collectives of a group are taken in
+    stream order; a call on another stream waits for the last one, a graph's replay is ordered by
+    its caller.
     """
 
     unit = UNIT
