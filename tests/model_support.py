@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 
+from h3lib.bench.transformer import diffusers_model
 from h3lib.contract import PUBLISHED, ModelSize
 from h3lib.layout import Layout
 from h3lib.model.packing import Packed
@@ -12,23 +12,6 @@ from h3lib.model.transformer import Inputs, Transformer, stage_parameters
 from h3lib.model.weights import SyntheticWeights, parameters, synthetic_rows
 from h3lib.ops.backend import accumulator
 from h3lib.parallel.shard import SeqShard
-
-CONFIG = (
-    "num_attention_heads", "attention_head_dim", "hidden_size", "num_layers", "num_refiner_layers",
-    "ffn_dim", "in_channels", "audio_in_channels", "patch_size", "text_dim", "freq_dim",
-    "time_embed_hidden_dim", "time_embed_dim", "rope_freq_dim", "rope_theta", "norm_eps",
-)  # fmt: skip
-
-
-def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
-    """The oracle, with the given weights and their dtypes."""
-    with torch.device("meta"):
-        model = MiniMaxH3Transformer3DModel(**{name: getattr(size, name) for name in CONFIG})
-    device = next(iter(weights.values())).device
-    rope = type(model.rope)(size.rope_freq_dim, size.rope_theta)
-    model.rope = rope.to(device)  # its buffer is not stored
-    model.load_state_dict(weights, assign=True)
-    return model.requires_grad_()
 
 
 def weights_in(
@@ -80,7 +63,7 @@ def ours(size, weights, inputs, gradients, contract=PUBLISHED, **options) -> dic
 
 def theirs(size, weights, inputs, gradients) -> dict:
     """The same from diffusers and autograd."""
-    model, packed = diffusers_model(size, weights), inputs.packed
+    model, packed = diffusers_model(size, weights).requires_grad_(), inputs.packed
     names = ("video", "audio", "text")
     rows = [getattr(inputs, name)[None].clone().requires_grad_() for name in names]
     out = model(

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import h3lib
+from h3lib.parallel.gloo import rank_environment, serve_store
 
 
 class Ranks:
@@ -22,22 +22,20 @@ class Ranks:
         self.folder = folder / name
         self.folder.mkdir()
         here, package = Path(__file__), Path(h3lib.__file__)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = serve_store()
         environment = {
             **os.environ,
             **environment,
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
             "PYTHONPATH": os.pathsep.join(map(str, (here.parent, package.parents[1]))),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, program, name, str(self.folder)]
         self.processes = [
             subprocess.Popen(
-                command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+                command,
+                env=environment | rank_environment(self.store, rank, size),
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(started)
         ]

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 from block_support import TINY, packed_rows
-from model_support import diffusers_model, inputs_in, output_gradients
+from model_support import inputs_in, output_gradients
 from support import assert_same_bytes, normal
 
 from h3lib import H3Transformer
+from h3lib.bench.transformer import diffusers_model
 from h3lib.contract import LayoutError, OperandError
 from h3lib.model.checkpoint import write_checkpoint
 from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS
@@ -53,6 +54,7 @@ def test_names_are_diffusers_names_and_the_call_is_its_call(folder):
     model = H3Transformer.from_checkpoint(str(folder))
     weights = dict(model.named_parameters())
     theirs = diffusers_model(TINY, {name: w.detach().clone() for name, w in weights.items()})
+    theirs.requires_grad_()
     assert theirs.state_dict().keys() == model.state_dict().keys()
     theirs.load_state_dict(model.state_dict())
     with torch.no_grad():

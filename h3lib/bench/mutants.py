@@ -6,6 +6,7 @@ both. The tests turn each of them red, `h3lib.bench.tolerance` counts which tole
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +32,9 @@ class FaultyCollective(TreeCollective):
         roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
         return self.add(roots).to(dtype)
 
+    @abc.abstractmethod
     def add(self, roots: list[Tensor]) -> Tensor:
         """The sum of all ranks' roots, in rank order, as the fault makes it."""
-        raise NotImplementedError
 
     def in_order(self, roots: Sequence[Tensor]) -> Tensor:
         """A chain over the ranks given."""

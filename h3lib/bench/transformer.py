@@ -42,12 +42,13 @@ Call = Callable[[], object]
 
 
 def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
-    """Their model on the same weights, without a copy."""
+    """Their model on the same weights and device, without a copy."""
     from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 
     with torch.device("meta"):
         model = MiniMaxH3Transformer3DModel(**{name: getattr(size, name) for name in CONFIG})
-    model.rope = type(model.rope)(size.rope_freq_dim, size.rope_theta).to(DEVICE)
+    device = next(iter(weights.values())).device
+    model.rope = type(model.rope)(size.rope_freq_dim, size.rope_theta).to(device)  # is not stored
     model.load_state_dict(weights, assign=True)
     return model
 
