@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from h3lib.contract import PeerError
-from h3lib.parallel.membership import Members, Place, Verdicts
+from h3lib.contract import OperandError, PeerError
+from h3lib.parallel.membership import Hold, Members, Place, Verdicts
 from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import (
     Call,
@@ -27,6 +29,7 @@ from h3lib.parallel.transport import (
 )
 
 _generation = itertools.count()
+_NO_MEMORY = ("out of memory", "memory for its parts")
 
 
 class GlooWorld:
@@ -68,12 +71,8 @@ class GlooWorld:
                 "gloo", store=store, rank=self.rank, world_size=self.size, timeout=start
             )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
-            os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
-            patience = timeout + datetime.timedelta(seconds=60)  # a verdict comes before its abort
-            self._data_groups = {
-                ranks: dist.new_group(list(ranks), timeout=patience, backend=data_backend)
-                for ranks in data_groups
-            }
+            self._data_groups = {}
+            self.open_data(data_groups, data_backend)
             places = [None] * self.size
             dist.all_gather_object(places, Place.here())
         except RuntimeError as error:
@@ -84,8 +83,17 @@ class GlooWorld:
                 str(error).splitlines()[0],
                 f"all ranks in {start_timeout_s:g} s",
             ) from error
-        self.members = Members(places)
+        self.members, self._store, self._shared = Members(places), store, Counter()
         self._verdicts = Verdicts(store, self.members, self.rank, timeout_s)
+
+    def open_data(self, groups: Sequence[tuple[int, ...]], backend: str = "nccl") -> None:
+        """Groups whose ranks can also move bytes by `backend`; collective over all ranks."""
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
+        patience_s = self.timeout_s + 60  # a verdict comes before its abort
+        for ranks in groups:
+            self._data_groups[ranks] = dist.new_group(
+                list(ranks), timeout=datetime.timedelta(seconds=patience_s), backend=backend
+            )
 
     def connect(self, ranks: Sequence[int], rank: int) -> GlooTransport:
         return GlooTransport(self, list(ranks), rank)
@@ -111,15 +119,14 @@ class GlooWorld:
         from then on, on every use of this world."""
         if self.error is not None:
             raise self.error_after()
-        entered = time.time()
+        entered = time.monotonic()
         try:
             collective()
         except PeerError as error:  # the ranks disagree: those outside must hear of it
             raise self.fail(error) from None
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            subject = f"rank {self.rank} in {what}"
-            raise self.fail(PeerError(subject, "out of memory", "memory for its parts")) from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if _is_memory(error):
+                raise self.fail_here(what, *_NO_MEMORY) from error
             cause = str(error).splitlines()[0]
             verdict = self._verdicts.settle(what, ranks, entered, cause)
             raise self.fail(verdict) from error
@@ -129,6 +136,18 @@ class GlooWorld:
         if self.error is None:
             self.error = self._verdicts.publish(error)
         return self.error
+
+    def fail_here(self, what: str, received: str, accepted: str) -> PeerError:
+        """The same, because of what this rank alone could not do in `what`."""
+        return self.fail(PeerError(f"rank {self.rank} in {what}", received, accepted))
+
+    def hold(self, ranks: Sequence[int]) -> Hold:
+        """Of something that `ranks` share from now on; they all ask for it, in the same order."""
+        ranks = tuple(ranks)
+        self._shared[ranks] += 1
+        name = f"let go/{'-'.join(map(str, ranks))}/{self._shared[ranks]}"
+        peers = [rank for rank in ranks if rank != self.rank]
+        return Hold(self._store, self.members, self.rank, peers, name)
 
     def fail_alone(self, error: BaseException) -> None:
         """This rank ends by an error of its own: the others hear of it before they wait for it."""
@@ -145,6 +164,12 @@ class GlooWorld:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether this process lacks memory; PyTorch's CPU allocator has no error class for that."""
+    lacking = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, lacking) or "can't allocate memory" in str(error)
 
 
 def require_same(world: GlooWorld, fingerprint: dict) -> None:
@@ -176,6 +201,22 @@ class GlooTransport(Transport):
             what, self.ranks, lambda: dist.all_gather_object(values, value, group=self.group)
         )
         return values
+
+    def hold(self) -> Hold:
+        """Of something that this group shares from now on; collective."""
+        return self.world.hold(self.ranks)
+
+    @contextlib.contextmanager
+    def heard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OperandError as error:
+            self.world.fail_here(what, str(error), "an operand of the group's call")
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not _is_memory(error):
+                raise
+            raise self.world.fail_here(what, *_NO_MEMORY) from error
 
     def exchange(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None

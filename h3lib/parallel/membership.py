@@ -5,8 +5,9 @@ verdict:
 
 1. a verdict that a peer has published in the store is adopted;
 2. else a process of this host that has ended, or is stopped, is named;
-3. else every rank says when it entered the collective that failed; after the timeout and a grace,
-   the rank that has said nothing, or entered last, was late.
+3. else every rank says again and again how long it has been in the collective that failed, by its
+   own monotonic clock; after the timeout and a grace, the rank that has said nothing, or has been
+   there for the shortest time, was late. Clocks of different hosts are never compared.
 
 The first verdict that reaches the store is the one (compare and set), so every survivor raises the
 same error.
@@ -28,7 +29,7 @@ from h3lib.contract import PeerError
 
 GRACE_S = 2.0
 _SPREAD_S = 0.5  # ranks that enter a collective within this time are not late
-_POLL_S = 0.05
+_POLL_S = 0.05  # an age in the store is as old as this
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,17 @@ class Verdicts:
             return False
 
     def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
-        """The verdict on a collective of `ranks` that failed here; `entered` is of `time.time`."""
+        """The verdict on a collective of `ranks` that failed here; `entered` is of this process's
+        `time.monotonic`."""
         deadline = entered + self.timeout_s + GRACE_S
         try:
-            self.store.set(f"entered/{self.rank}", str(entered))
             while True:
+                self.store.set(f"age/{self.rank}", str(time.monotonic() - entered))
                 if self.published():
                     return _parse(self.store.get("verdict").decode())
                 if (fault := self._fault()) is not None:
                     return self.publish(self._error(what, *fault))
-                if time.time() > deadline:
+                if time.monotonic() > deadline:
                     return self.publish(self._late(what, ranks, cause))
                 time.sleep(_POLL_S)
         except RuntimeError:
@@ -130,13 +132,14 @@ class Verdicts:
         return None
 
     def _late(self, what: str, ranks: list[int], cause: str) -> PeerError:
-        keys = {rank: f"entered/{rank}" for rank in ranks}
+        """Ages were said within one poll of now, so their differences are those of the entries."""
+        keys = {rank: f"age/{rank}" for rank in ranks}
         silent = [rank for rank, key in keys.items() if not self.store.check([key])]
         if silent:
             return self._error(what, silent[0], "late: it did not come")
-        entered = {rank: float(self.store.get(key)) for rank, key in keys.items()}
-        last = max(entered, key=entered.get)
-        delay = entered[last] - min(entered.values())
+        ages = {rank: float(self.store.get(key)) for rank, key in keys.items()}
+        last = min(ages, key=ages.get)
+        delay = max(ages.values()) - ages[last]
         if delay > _SPREAD_S:
             return self._error(what, last, f"late by {delay:.1f} s")
         return self._unknown(what, cause)
@@ -147,6 +150,40 @@ class Verdicts:
     def _unknown(self, what: str, cause: str) -> PeerError:
         accepted = f"an answer in {self.timeout_s:g} s"
         return PeerError(f"peers of rank {self.rank} in {what}", cause, accepted)
+
+
+class Hold:
+    """Memory that the ranks of a group share: which of them may still have it mapped.
+
+    A rank says in the store that it has let go. A process that has ended has let go of everything;
+    one that cannot be seen and says nothing never has.
+    """
+
+    def __init__(self, store: dist.Store, members: Members, rank: int, peers: list[int], name: str):
+        self.store, self.members, self.rank, self.peers = store, members, rank, peers
+        self.name = name
+
+    def let_go(self) -> None:
+        try:
+            self.store.set(f"{self.name}/{self.rank}", "")
+        except RuntimeError:  # the store is gone, and peers hear of it in the same way
+            pass
+
+    def holders(self) -> list[int]:
+        """Peers that may still have the memory mapped."""
+        return [rank for rank in self.peers if not self._has_let_go(rank)]
+
+    def answering(self) -> bool:
+        """Whether one of them runs, and so may let go soon."""
+        return any(self.members.fault(rank) is None for rank in self.holders())
+
+    def _has_let_go(self, rank: int) -> bool:
+        if self.members.ended(rank):
+            return True
+        try:
+            return self.store.check([f"{self.name}/{rank}"])
+        except RuntimeError:
+            return False
 
 
 def _parse(text: str) -> PeerError:

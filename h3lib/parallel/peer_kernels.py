@@ -10,8 +10,9 @@ A rank's shared buffer is its page (`peer_sync.py`) and two *slots*. One step of
 Two slots are enough: a rank stages epoch e + 1 after it has passed barrier e, so every peer has
 reached barrier e, hence has finished reading the slot of epoch e - 1, the same slot.
 
-After an abort nothing that was read is used: results are filled with NaN (all bits set, for
-integers).
+After an abort no kernel reads a peer or changes its own slot: a slot that a slower peer still reads
+stays as it was, and memory of a rank that is gone is not touched. Results are filled with NaN (all
+bits set, for integers).
 """
 
 from __future__ import annotations
@@ -76,24 +77,31 @@ def _segment(plan, index, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _copy(source, destination, length, ones, BLOCK: tl.constexpr):
-    """`length` elements, by all programs of the first grid axis; all bits set where `ones` is."""
+def _unless_failed(page, length, WIDTH: tl.constexpr):
+    """`length`, 0 after an abort."""
+    return tl.multiple_of(tl.where(tl.load(page + STATUS) == 0, length, 0), WIDTH)
+
+
+@triton.jit
+def _copy(source, destination, length, readable, BLOCK: tl.constexpr):
+    """`length` elements, by all programs of the first grid axis; ones from `readable` on."""
     for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = tl.load(source + at, mask=at < length)
-        tl.store(destination + at, value | ones, mask=at < length)
+        value = tl.load(source + at, mask=at < readable, other=-1)
+        tl.store(destination + at, value, mask=at < length)
 
 
 @triton.jit(do_not_specialize=["slot_words"])
 def stage_kernel(
     source, page, pages, plan, slot_words, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Segments of this rank's tensor into its own slot of the coming epoch."""
+    """Segments of this rank's tensor into its own slot of the coming epoch; none after an abort."""
     dtype: tl.constexpr = source.dtype.element_ty
     base = tl.load(pages + tl.load(page + RANK))
     slot = _slot(base, tl.load(page + EPOCH) + 1, slot_words, dtype)
     begin, end, length = _segment(plan, tl.program_id(1), WIDTH)
-    _copy(source + begin, slot + end, length, tl.zeros([1], dtype), BLOCK)
+    length = _unless_failed(page, length, WIDTH)
+    _copy(source + begin, slot + end, length, length, BLOCK)
 
 
 @triton.jit(do_not_specialize=["slot_words"])
@@ -103,8 +111,8 @@ def pull_kernel(out, page, pages, plan, slot_words, WIDTH: tl.constexpr, BLOCK: 
     peer = tl.program_id(1)
     slot = _slot(tl.load(pages + peer), tl.load(page + EPOCH), slot_words, dtype)
     begin, end, length = _segment(plan, peer, WIDTH)
-    ones = tl.zeros([1], dtype) - (tl.load(page + STATUS) != 0).to(dtype)
-    _copy(slot + begin, out + end, length, ones, BLOCK)
+    readable = _unless_failed(page, length, WIDTH)
+    _copy(slot + begin, out + end, length, readable, BLOCK)
 
 
 @triton.jit(do_not_specialize=["slot_words", "part", "width_units", "length_units", "out_units"])
@@ -127,8 +135,9 @@ def tree_kernel(
     rank), or (ADD, 0, 0). **Order:** that of `ops/tree.py`, from which it was written down.
     **Rounds:** once, to the dtype of `out`.
     """
-    epoch, failed = tl.load(page + EPOCH), tl.load(page + STATUS) != 0
+    epoch = tl.load(page + EPOCH)
     length = length_units.to(tl.int64) * UNIT
+    readable = _unless_failed(page, length, UNIT)
     width = width_units.to(tl.int64) * UNIT
     out += out_units.to(tl.int64) * UNIT
     for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
@@ -140,6 +149,6 @@ def tree_kernel(
             else:
                 slot = _slot(tl.load(pages + PROGRAM[step][0]), epoch, slot_words, tl.float32)
                 row = part * PROGRAM[step][2] + PROGRAM[step][1]
-                stack = stack + (tl.load(slot + row * width + at, mask=at < length),)
-        root = tl.where(failed, float("nan"), stack[0])
+                stack = stack + (tl.load(slot + row * width + at, mask=at < readable),)
+        root = tl.where(readable == length, stack[0], float("nan"))
         tl.store(out + at, root.to(out.dtype.element_ty), mask=at < length)

@@ -8,6 +8,7 @@ adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an ex
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -47,6 +48,11 @@ class Level(abc.ABC):
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
         return even_slices(num_elements, self.size, self.unit)
+
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Where this rank may run out of memory or refuse an operand: peers in other processes hear
+        of it. **Raises:** PeerError for the memory, OperandError as it was."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:

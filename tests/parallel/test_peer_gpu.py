@@ -45,7 +45,10 @@ def test_a_handle_of_freed_memory_and_too_large_a_buffer_are_typed_errors():
     from h3lib.parallel.peer_memory import CudaDriver, DriverError, SharedBuffers
 
     class Alone:
-        rank, size = 0, 1
+        rank, size, ranks = 0, 1, (0,)
+
+        def hold(self):
+            return None
 
         def gather_objects(self, value):
             return [value]
