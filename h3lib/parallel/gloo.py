@@ -24,6 +24,7 @@ from h3lib.parallel.transport import (
     Transport,
     check_calls,
     check_exchange,
+    most_common,
     pack_bytes,
     unpack_bytes,
 )
@@ -173,18 +174,20 @@ def _is_memory(error: Exception) -> bool:
 
 
 def require_same(world: GlooWorld, fingerprint: dict) -> None:
-    """**Raises:** PeerError on every rank, naming the rank, if a peer differs from rank 0."""
+    """**Raises:** PeerError on every rank, naming the rank, if a peer differs from the others."""
     check_same(world.gather_objects(fingerprint))
 
 
 def check_same(fingerprints: list[dict], ranks: Sequence[int] | None = None) -> None:
-    """**Raises:** PeerError for the first rank that differs from the first of `ranks`."""
+    """**Raises:** PeerError for the first of `ranks` that differs from most, by the first key."""
     ranks = ranks or range(len(fingerprints))
-    for rank, peer in zip(ranks, fingerprints, strict=True):
-        for key in sorted(fingerprints[0].keys() | peer.keys()):
-            here, there = fingerprints[0].get(key), peer.get(key)
-            if here != there:
-                raise PeerError(f"{key} of rank {rank}", there, f"{here!r} as on rank {ranks[0]}")
+    for key in sorted({key for peer in fingerprints for key in peer}):
+        found = [peer.get(key) for peer in fingerprints]
+        usual = most_common(found)
+        for rank, there in zip(ranks, found, strict=True):
+            if there != found[usual]:
+                accepted = f"{found[usual]!r} as on rank {ranks[usual]}"
+                raise PeerError(f"{key} of rank {rank}", there, accepted)
 
 
 class GlooTransport(Transport):

@@ -5,9 +5,10 @@ verdict:
 
 1. a verdict that a peer has published in the store is adopted;
 2. else a process of this host that has ended, or is stopped, is named;
-3. else every rank says again and again how long it has been in the collective that failed, by its
-   own monotonic clock; after the timeout and a grace, the rank that has said nothing, or has been
-   there for the shortest time, was late. Clocks of different hosts are never compared.
+3. else every rank says again and again how long ago it entered the collective that failed, and
+   how long ago it saw the failure, by its own monotonic clock; after the timeout and a grace, the
+   rank that has said nothing, entered last, or was the last to see the failure, since it was away
+   inside the collective, was late. Clocks of different hosts are never compared.
 
 The first verdict that reaches the store is the one (compare and set), so every survivor raises the
 same error.
@@ -110,10 +111,11 @@ class Verdicts:
     def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
         """The verdict on a collective of `ranks` that failed here; `entered` is of this process's
         `time.monotonic`."""
-        deadline = entered + self.timeout_s + GRACE_S
+        deadline, failed = entered + self.timeout_s + GRACE_S, time.monotonic()
         try:
             while True:
-                self.store.set(f"age/{self.rank}", str(time.monotonic() - entered))
+                now = time.monotonic()
+                self.store.set(f"ages/{self.rank}", f"{now - entered} {now - failed}")
                 if self.published():
                     return _parse(self.store.get("verdict").decode())
                 if (fault := self._fault()) is not None:
@@ -132,16 +134,18 @@ class Verdicts:
         return None
 
     def _late(self, what: str, ranks: list[int], cause: str) -> PeerError:
-        """Ages were said within one poll of now, so their differences are those of the entries."""
-        keys = {rank: f"age/{rank}" for rank in ranks}
+        """Ages were said within one poll of now, so their differences are those of the moments."""
+        keys = {rank: f"ages/{rank}" for rank in ranks}
         silent = [rank for rank, key in keys.items() if not self.store.check([key])]
         if silent:
             return self._error(what, silent[0], "late: it did not come")
-        ages = {rank: float(self.store.get(key)) for rank, key in keys.items()}
-        last = min(ages, key=ages.get)
-        delay = max(ages.values()) - ages[last]
-        if delay > _SPREAD_S:
-            return self._error(what, last, f"late by {delay:.1f} s")
+        ages = {rank: self.store.get(key).split() for rank, key in keys.items()}
+        for since in range(2):  # the entry, the failure
+            by_rank = {rank: float(said[since]) for rank, said in ages.items()}
+            last = min(by_rank, key=by_rank.get)
+            delay = max(by_rank.values()) - by_rank[last]
+            if delay > _SPREAD_S:
+                return self._error(what, last, f"late by {delay:.1f} s")
         return self._unknown(what, cause)
 
     def _error(self, what: str, rank: int, fault: str) -> PeerError:
@@ -172,10 +176,6 @@ class Hold:
     def holders(self) -> list[int]:
         """Peers that may still have the memory mapped."""
         return [rank for rank in self.peers if not self._has_let_go(rank)]
-
-    def answering(self) -> bool:
-        """Whether one of them runs, and so may let go soon."""
-        return any(self.members.fault(rank) is None for rank in self.holders())
 
     def _has_let_go(self, rank: int) -> bool:
         if self.members.ended(rank):

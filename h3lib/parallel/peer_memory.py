@@ -134,11 +134,14 @@ def free_kept(patience_s: float = 0.0) -> int:
     Waits up to `patience_s` for peers that run."""
     deadline = time.monotonic() + patience_s
     while True:
+        answering = False
         for kept in _kept.copy():
-            if not kept.hold.holders():
+            holders = kept.hold.holders()
+            if not holders:
                 quietly(kept.driver.free, kept.address)
                 _kept.remove(kept)
-        if not any(kept.hold.answering() for kept in _kept) or time.monotonic() > deadline:
+            answering |= any(kept.hold.members.fault(rank) is None for rank in holders)
+        if not answering or time.monotonic() > deadline:
             return len(_kept)
         time.sleep(_POLL_S)
 

@@ -214,7 +214,10 @@ def rank_main(folder: Path) -> None:
     """All worlds one after the other in the same processes; the last one kills a rank."""
     from peer_support import without_ptx
 
+    from h3lib.parallel import peer_memory
+
     without_ptx()
+    peer_memory.PATIENCE_S = PATIENT_S  # on a busy machine, and for waits that nothing cuts short
     torch.set_num_threads(1)
     rank, found = int(os.environ["RANK"]), {}
     for name, world in WORLDS.items():
