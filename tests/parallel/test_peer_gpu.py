@@ -31,7 +31,7 @@ def test_litmus_tests_pass_and_broken_variants_fail():
 def test_random_faults(tmp_path):
     from h3lib.faults.injection import run_faults
 
-    assert run_faults(60, 11, tmp_path / "faults.json", device="cuda") == 0
+    assert run_faults(24, 11, tmp_path / "faults.json", device="cuda") == 0
 
 
 def test_open_close_rounds_leave_nothing():
