@@ -205,7 +205,7 @@ class Bench:
 def link_bytes(tree: PeerTree, cuts: list[int], n: int) -> list[list[int]]:
     """Closed form of an all-reduce to BF16: row r holds what r reads from every rank's memory.
 
-    Two-shot: 4 R_p |slice r| + 2 |slice p| from rank p; one-shot: 4 R_p n.
+    Two-shot: 4 R_p |slice r|, and 2 |slice p| if p is a peer; one-shot: 4 R_p n.
     """
     roots = [num_roots(cuts, rank) for rank in range(tree.size)]
     slices = tree.slices(n, max(roots))
@@ -213,7 +213,7 @@ def link_bytes(tree: PeerTree, cuts: list[int], n: int) -> list[list[int]]:
     if len(set(slices)) == 1:
         return [[4 * r * n for r in roots] for _ in roots]
     return [
-        [4 * roots[p] * lengths[r] + 2 * lengths[p] for p in range(tree.size)]
+        [4 * roots[p] * lengths[r] + 2 * lengths[p] * (p != r) for p in range(tree.size)]
         for r in range(tree.size)
     ]
 

@@ -109,9 +109,11 @@ class Peers:
 
     def open(self, ranks=WHOLE):
         from h3lib.parallel.peer import PeerTree
+        from h3lib.parallel.peer_plan import Shape
 
         control = self.world.connect(ranks, self.world.rank)
-        tree = PeerTree(control, self.capacity_bytes, driver=self.driver)
+        shape = Shape(channels=3, pieces=2, grain=16)
+        tree = PeerTree(control, self.capacity_bytes, driver=self.driver, shape=shape)
         self.trees.append(tree)
         return tree
 
@@ -255,12 +257,14 @@ def test_bits_are_those_of_threads_in_every_size_and_piece(ranks):
 
 
 def test_bytes_read_from_every_peer_are_those_of_the_closed_form(ranks):
-    """R is 1, 2, 2, 1. One-shot: 4 R n from each; two-shot: 4 R |own slice| + 2 |its slice|."""
+    """R is 1, 2, 2, 1. One-shot: 4 R n from each; two-shot: 4 R |own slice|, and 2 |its slice| from
+    each peer."""
     roots, slices = (1, 2, 2, 1), (24, 24, 24, 29)
     for rank, found in enumerate(ranks):
         one_shot, two_shot = (found["bits"][f"{capacity} links"] for capacity in CAPACITIES)
         assert one_shot[0] == one_shot[1] == [4 * r * 101 for r in roots]
         expected = [4 * r * slices[rank] + 2 * s for r, s in zip(roots, slices, strict=True)]
+        expected[rank] -= 2 * slices[rank]
         assert two_shot[0] == two_shot[1] == expected
 
 
