@@ -1,7 +1,8 @@
-"""The peer tree: collectives of one node by kernels that read the other ranks' memory.
+"""The peer tree: collectives of one node by kernels that write into the other ranks' memory.
 
-    gather      every rank stages its part; every rank pulls the parts of its peers
-    finish      every rank stages its roots; every rank evaluates the tree on its slice
+    gather      every rank pushes its part to its peers
+    finish      every rank pushes its roots to the ranks that finish them, and evaluates the tree on
+                its slice
     finish_all  a finish and a gather (two-shot), or for few elements a finish of everything by
                 every rank (one-shot)
 
@@ -41,7 +42,7 @@ from h3lib.parallel.transport import (
 )
 
 CAPACITY_BYTES = 64 << 20  # of a slot of all channels; there are two
-ONE_SHOT_BYTES = 1 << 20  # that one rank reads from its peers
+ONE_SHOT_BYTES = 1 << 20  # that one rank receives
 _TOLD = 3  # kind of a status: a verdict was read in the store
 _WATCH_S = 0.2
 
@@ -112,9 +113,9 @@ class PeerTree(Level):
             self._steps = None
 
     @property
-    def bytes_read(self) -> list[int]:
-        """Bytes that this rank has read from the memory of each rank of the group, its own too."""
-        return list(self._open_steps().bytes_read)
+    def bytes_sent(self) -> list[int]:
+        """Bytes that this rank has written into the memory of each rank of the group."""
+        return list(self._open_steps().bytes_sent)
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """One-shot where that reads little: every rank then finishes everything."""

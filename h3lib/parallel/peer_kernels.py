@@ -1,21 +1,21 @@
-"""The kernel of the peer tree: one launch a collective, whose programs read peers and write none.
+"""The kernel of the peer tree: one launch a collective, whose programs write into peers' memory.
 
 A program is a *channel*: with the same program of every other rank it takes every `channels`-th
 chunk of the elements, in steps. A rank's shared buffer is its pages (`peer_sync.py`) and two
 *slots* for each channel. One step is
 
-    stage      what peers read of a chunk, into the slot of the coming epoch
+    push       the roots of a chunk of each peer's slice into that peer's slot of the coming epoch
     barrier    announce the epoch, wait for the same channel of every peer
-    tree       the roots of this rank's slice, added in the order of `ops/tree.py`, rounded once:
-               its own from its tensor, its peers' from their slots; to the result, and in an
-               all-reduce to the slot of the coming epoch, which the next step's barrier publishes
-    pull       every peer's part, or rounded slice, from its slot
+    tree       the roots of a chunk of this rank's slice, added in the order of `ops/tree.py` and
+               rounded once: its own from its tensor, its peers' from its slot. To the result, and
+               in an all-reduce into every peer's slot of the coming epoch
+    collect    the rounded chunks that the peers wrote into this rank's slot, to the result
 
-Two slots are enough: a channel stages epoch e + 1 after it has passed barrier e, so the channel of
-every peer has announced e, hence has finished reading the slot of epoch e - 1, the same slot.
+Two slots are enough: a channel writes for epoch e + 1 after it has passed barrier e, so the channel
+of every peer has announced e, hence has finished reading its slot of epoch e - 1, the same slot.
 
-After an abort a kernel reads no peer and changes no slot, so that a slower peer finds its slot as
-it was; what is left of the results is NaN (all bits set, for integers).
+After an abort a kernel writes no peer's memory, and reads no slot; what is left of the results is
+NaN (all bits set, for integers).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from h3lib.parallel.peer_sync import (
     wait,
 )
 
-ADD, OWN, STORE = -1, -2, -3
-"""Steps of a program, for a stack: add the two values on top, the lower one left; push a root of
-this rank; pop a row of the result. Any other number pushes a row of the slot of that peer."""
-_ADD, _OWN, _STORE = tl.constexpr(ADD), tl.constexpr(OWN), tl.constexpr(STORE)
 UNIT = 8  # elements: rows of a slot begin at multiples, so that accesses are 16 bytes wide
+ADD, OWN, SLOT, STORE = -1, -2, -3, -4
+"""Steps of a program, for a stack: add the two values on top, the lower one left; push a root of
+this rank; push a row of this rank's slot; pop a row of the result."""
+_ADD, _OWN, _SLOT = tl.constexpr(ADD), tl.constexpr(OWN), tl.constexpr(SLOT)
 
 
 @triton.jit
@@ -70,95 +70,109 @@ def _copy(source, destination, length, readable, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _stage(
-    source, slot, plan, stride, begin, width, rows,
-    RANK: tl.constexpr, ROOTS: tl.constexpr, ONE_SHOT: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _place(writer, reader):
+    """The place of a writer among those that write into the slot of a reader."""
+    return writer - (writer > reader)
+
+
+@triton.jit
+def _push(
+    source, pages, plan, channel, epoch, slot_words, size, stride, begin, width,
+    RANK: tl.constexpr, CHANNELS: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This rank's roots of the chunk of every other slice, or of the slice that all finish."""
-    for row in range(0, rows):
-        member = row // ROOTS
-        if not ONE_SHOT:
-            member += (member >= RANK).to(tl.int32)
-        start, length = _piece(plan, member, begin, width, WIDTH)
-        start = tl.multiple_of(row % ROOTS * stride + start, WIDTH)
-        _copy(source + start, slot + row * width, length, length, BLOCK)
+    """The chunk of every peer's slice, each of this rank's roots; the next rank's first."""
+    for row in range(0, (size - 1) * ROOTS):
+        peer, root = (RANK + 1 + row // ROOTS) % size, row % ROOTS
+        start, length = _piece(plan, peer, begin, width, WIDTH)
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
+        slot = _at(slot, tl.float32) + (_place(RANK, peer) * MOST + root) * width
+        _copy(source + tl.multiple_of(root * stride + start, WIDTH), slot, length, length, BLOCK)
+
+
+@triton.jit
+def _push_part(
+    part, pages, channel, epoch, slot_words, size, width, length,
+    RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A chunk of this rank's part to every peer; the next rank first."""
+    for turn in range(1, size):
+        peer = (RANK + turn) % size
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
+        slot = _at(slot, part.dtype.element_ty) + _place(RANK, peer) * width
+        _copy(part, slot, length, length, BLOCK)
 
 
 @triton.jit
 def _tree(
-    own, out, kept, slots, stride, out_stride, width, length, readable,
-    PROGRAM: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    own, slot, out, kept, stride, out_stride, width, length, readable,
+    PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the roots of this rank's slice: a stack machine; `kept` is a copy of them."""
+    """One chunk of the roots of this rank's slice, by a stack machine; copies of it to `kept`."""
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
         stack = ()
         for step in tl.static_range(len(PROGRAM)):
             if PROGRAM[step][0] == _ADD:
                 stack = stack[:-2] + (stack[-2] + stack[-1],)
-            elif PROGRAM[step][0] == _STORE:
-                root = tl.where(readable == length, stack[-1], float("nan"))
-                root = root.to(out.dtype.element_ty)
-                tl.store(out + PROGRAM[step][1] * out_stride + at, root, mask=at < length)
-                if KEEP:
-                    tl.store(kept + at, root, mask=at < readable)
-                stack = stack[:-1]
             elif PROGRAM[step][0] == _OWN:
                 row = own + PROGRAM[step][1] * stride
                 stack = stack + (tl.load(row + at, mask=at < readable),)
-            else:
-                row = slots[PROGRAM[step][0]] + PROGRAM[step][1] * width
+            elif PROGRAM[step][0] == _SLOT:
+                row = slot + PROGRAM[step][1] * width
                 stack = stack + (tl.load(row + at, mask=at < readable),)
+            else:
+                root = tl.where(readable == length, stack[-1], float("nan"))
+                root = root.to(out.dtype.element_ty)
+                tl.store(out + PROGRAM[step][1] * out_stride + at, root, mask=at < length)
+                for peer in tl.static_range(len(kept)):
+                    tl.store(kept[peer] + at, root, mask=at < readable)
+                stack = stack[:-1]
 
 
 @triton.jit
-def _pull(
-    bits, pages, plan, channel, epoch, slot_words, size, begin, width, status,
-    OFFSET: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _collect(
+    bits, slot, plan, size, begin, width, status,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of every peer's part from its slot, OFFSET roots in; the next rank's first."""
+    """One chunk of every peer's part, from this rank's slot."""
     for turn in range(1, size):
         peer = (RANK + turn) % size
         start, length = _piece(plan, peer, begin, width, WIDTH)
         readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
-        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
-        part = _at(slot + OFFSET * width * 4, bits.dtype.element_ty)
-        _copy(part, bits + start, length, readable, BLOCK)
+        _copy(slot + _place(peer, RANK) * width, bits + start, length, readable, BLOCK)
 
 
 @triton.jit(do_not_specialize=[
-    "digest", "slot_words", "size", "rows", "width_units", "longest", "stride", "out_start",
-    "out_stride",
+    "digest", "slot_words", "size", "width_units", "longest", "stride", "out_start", "out_stride"
 ])  # fmt: skip
 def peer_kernel(
-    source, out, bits, pages, plan, digest, slot_words, size, rows, width_units, longest, stride,
+    source, out, bits, pages, plan, digest, slot_words, size, width_units, longest, stride,
     out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-    PROGRAM: tl.constexpr, ROOTS: tl.constexpr, OFFSET: tl.constexpr, ONE_SHOT: tl.constexpr, GATHER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TREE_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    PROGRAM: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr,
+    GATHER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """A collective: reduce-scatter (PROGRAM alone), all-gather (GATHER alone), all-reduce (both).
 
-    `plan` holds start and length of every member's slice. A reduction takes ROOTS roots, rows of
-    `source` that lie `stride` apart, and stages `rows` of them a chunk: of every other slice, or, where
-    all slices are one, of that one. PROGRAM is subtrees in postfix: (peer, row of its slot), (OWN,
-    root), (ADD, 0), (STORE, row of `out`). A gather takes `source`, this rank's part. OFFSET is where rounded slices
-    lie in a slot, in rows. `width_units` is the length of a chunk. `bits` is `out` as integers.
+    `plan` holds start and length of every member's slice, `width_units` the length of a chunk,
+    `bits` is `out` as integers. A reduction takes ROOTS rows of `source`, `stride` apart; a rank
+    has at most MOST. PROGRAM is subtrees in postfix: (OWN, root), (SLOT, row), (ADD, 0), (STORE,
+    row of `out`). A gather takes `source`, this rank's part. Rounded slices and parts lie OFFSET
+    rows into a slot.
 
     **Order:** that of `ops/tree.py`, from which PROGRAM was written down. **Rounds:** once, to
     the dtype of `out`.
     """
-    LAG: tl.constexpr = 1 if GATHER and len(PROGRAM) > 0 else 0  # a chunk is pulled a step later
+    LAG: tl.constexpr = 1 if GATHER and len(PROGRAM) > 0 else 0  # a chunk comes back a step later
+    integer: tl.constexpr = bits.dtype.element_ty
     lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
-    channel = tl.program_id(0).to(tl.int64)
-    channels = tl.num_programs(0).to(tl.int64)
+    channel, channels = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     own = tl.load(pages + RANK)
     heads = tl.load(pages + lane, mask=present, other=0)
     head, page = _at(own, tl.int64), own + channel * (PAGE_WORDS * 8)
-    epoch = tl.load(_at(page, tl.int64) + EPOCH)
-    status = tl.load(head + STATUS)
+    epoch, status = tl.load(_at(page, tl.int64) + EPOCH), tl.load(head + STATUS)
     timeout_ns = tl.load(head + TIMEOUT_NS)
     width = width_units.to(tl.int64) * UNIT
     stride = tl.multiple_of(stride.to(tl.int64), WIDTH)
@@ -166,17 +180,16 @@ def peer_kernel(
     chunks = tl.maximum(tl.cdiv(longest.to(tl.int64), width), 1)
     for turn in range(0, tl.cdiv(chunks - channel, channels) + LAG):
         begin = (channel + turn * channels) * width
-        slot = _slot(own, channel, epoch + 1, slot_words, CHANNELS)
-        if status == 0:
-            if len(PROGRAM) > 0:
-                _stage(source, _at(slot, tl.float32), plan, stride, begin, width,
-                       rows, RANK, ROOTS, ONE_SHOT, WIDTH, BLOCK)  # fmt: skip
-            else:
-                _, length = _piece(plan, RANK, begin, width, WIDTH)
-                kept = _at(slot, bits.dtype.element_ty)
-                _copy(source + begin, kept, length, length, OUT_BLOCK)
-        tl.debug_barrier()
+        start, length = _piece(plan, RANK, begin, width, WIDTH)
         epoch += 1
+        if status == 0:
+            if ROOTS > 0:
+                _push(source, pages, plan, channel, epoch, slot_words, size, stride, begin, width,
+                      RANK, CHANNELS, ROOTS, MOST, WIDTH, BLOCK)  # fmt: skip
+            if len(PROGRAM) == 0:
+                _push_part(source + begin, pages, channel, epoch, slot_words, size, width, length,
+                           RANK, CHANNELS, OUT_BLOCK)  # fmt: skip
+        tl.debug_barrier()
         if status == 0:
             announce(heads + channel * (PAGE_WORDS * 8), RANK, epoch, digest, present)
             status = wait(own, page, epoch, digest, timeout_ns, lane, present)
@@ -184,22 +197,23 @@ def peer_kernel(
                 tl.atomic_cas(head + STATUS, tl.full((), 0, tl.int64), status)
                 tell(heads, RANK, status, present)
         tl.debug_barrier()
-        start, length = _piece(plan, RANK, begin, width, WIDTH)
         readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
+        slot = _slot(own, channel, epoch, slot_words, CHANNELS)
         if len(PROGRAM) > 0:
-            slots = ()
-            for peer in tl.static_range(SIZE):
-                address = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
-                slots = slots + (_at(address, tl.float32),)
-            kept = _slot(own, channel, epoch + 1, slot_words, CHANNELS) + OFFSET * width * 4
-            _tree(source + start, out + tl.multiple_of(out_start + begin, WIDTH),
-                  _at(kept, out.dtype.element_ty), slots, stride, out_stride, width, length,
-                  readable, PROGRAM, LAG, TREE_BLOCK)  # fmt: skip
+            kept = ()
+            for turn_of in tl.static_range(1, SIZE if LAG else 1):
+                peer = (RANK + turn_of) % SIZE
+                there = _slot(tl.load(pages + peer), channel, epoch + 1, slot_words, CHANNELS)
+                there = _at(there + OFFSET * width * 4, out.dtype.element_ty)
+                kept = kept + (there + _place(RANK, peer) * width,)
+            _tree(source + start, _at(slot, tl.float32), out + tl.multiple_of(
+                out_start + begin, WIDTH), kept, stride, out_stride, width, length, readable,
+                PROGRAM, TREE_BLOCK)  # fmt: skip
         else:
             _copy(source + begin, bits + start, length, readable, OUT_BLOCK)
         if GATHER:
             if turn >= LAG:
                 back = begin - LAG * channels * width
-                _pull(bits, pages, plan, channel, epoch, slot_words, size, back, width, status,
-                      OFFSET, RANK, CHANNELS, WIDTH, OUT_BLOCK)  # fmt: skip
+                _collect(bits, _at(slot + OFFSET * width * 4, integer), plan, size, back, width,
+                         status, RANK, WIDTH, OUT_BLOCK)  # fmt: skip
     tl.store(_at(page, tl.int64) + EPOCH, epoch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from h3lib.contract import OperandError
 from h3lib.ops.tree import root_nodes, tree_sum
-from h3lib.parallel.peer_kernels import ADD, OWN, STORE, UNIT
+from h3lib.parallel.peer_kernels import ADD, OWN, SLOT, STORE, UNIT
 from h3lib.parallel.transport import Slice, group_spans, num_roots
 
 _CHUNK_UNIT = 16  # elements: a chunk of any dtype is a multiple of 16 bytes
@@ -59,29 +59,15 @@ class Work:
     def longest(self) -> int:
         return max(stop - start for start, stop in self.slices)
 
-    @property
-    def one_shot(self) -> bool:
-        """Whether all ranks finish the same slice."""
-        return len(self.roots) > 1 and len(set(self.slices)) == 1
+    def bytes_sent(self, rank: int) -> list[int]:
+        """What `rank` writes into the memory of each rank: 4 R |its slice|, and |own slice| rounded.
 
-    @property
-    def rows(self) -> int:
-        """Rows of a slot for one root: a slice of each peer, or the one of all."""
-        return 1 if self.one_shot else len(self.slices) - 1
-
-    def bytes_read(self, rank: int) -> list[int]:
-        """What `rank` reads from the memory of each rank, its own too.
-
-        4 |own slice| a root, and what it gathers; its own rounded slice it has.
+        Nothing into its own.
         """
-        length = self.slices[rank][1] - self.slices[rank][0]
-        read = [0] * len(self.slices)
-        for peer, _ in (step for program in self.programs for step in program if step[0] != ADD):
-            read[peer] += 4 * length
-        for peer, (start, stop) in enumerate(self.slices):
-            if self.gather and not (self.programs and peer == rank):
-                read[peer] += (stop - start) * self.item
-        return read
+        own = (self.slices[rank][1] - self.slices[rank][0]) * self.item * self.gather
+        roots = 4 * self.roots[rank] if self.roots else 0
+        sent = [roots * (stop - start) + own for start, stop in self.slices]
+        return sent[:rank] + [0] + sent[rank + 1 :]
 
 
 @dataclass(frozen=True)
@@ -90,35 +76,31 @@ class Plan:
 
     grid: tuple[int]
     chunk: int
-    staged: int
-    """Rows that a chunk of this rank's roots takes in a slot."""
     constants: tuple
-    read: tuple[int, ...]
-    """Bytes, from the memory of each rank."""
+    sent: tuple[int, ...]
+    """Bytes, into the memory of each rank."""
 
 
 @functools.lru_cache(1024)
 def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, width: int) -> Plan:
     """**Raises:** OperandError if a slot has no room for the smallest chunk."""
-    offset = work.rows * max(work.roots, default=0)
-    row_bytes = 4 * offset + work.gather * work.item
+    writers, most = len(work.slices) - 1, max(work.roots, default=0)
+    row_bytes = writers * (4 * most + work.gather * work.item)
     chunk = shape.chunk(work.longest, slot_bytes // max(1, row_bytes))
     if not chunk:
         accepted = f"at most {slot_bytes // _CHUNK_UNIT}"
         raise OperandError("bytes of a slot for one element", row_bytes, accepted)
-    mine = work.roots[rank] if work.roots else 0
-    loads = max((sum(p != ADD for p, _ in program) for program in work.programs), default=1)
-    most = _power(chunk)
+    program = _placed(work, rank, most)
+    loads = sum(kind in (OWN, SLOT) for kind, _ in program)
+    block = _power(shape.block_bytes // 4)
+    blocks = block, _power(2 * block // max(2, loads)), _power(shape.block_bytes // work.item)
     constants = (
-        rank, len(work.slices), shape.channels, _placed(work, rank), max(1, mine), offset,
-        work.one_shot, work.gather, width,
-        min(_power(shape.block_bytes // 4), most),
-        min(max(_power(2 * shape.block_bytes // 4 // max(1, loads)), 256), most),
-        min(_power(shape.block_bytes // work.item), most), 32 * shape.num_warps, UNIT,
+        rank, len(work.slices), shape.channels, program, work.roots[rank] if work.roots else 0,
+        most, writers * most, work.gather, width,
+        *(min(number, _power(chunk)) for number in blocks), 32 * shape.num_warps, UNIT,
     )  # fmt: skip
     grid = min(shape.channels, max(1, -(-work.longest // chunk)))
-    staged = work.rows * mine
-    return Plan((grid,), chunk, staged, constants, tuple(work.bytes_read(rank)))
+    return Plan((grid,), chunk, constants, tuple(work.bytes_sent(rank)))
 
 
 def _power(number: int) -> int:
@@ -126,16 +108,14 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _placed(work: Work, rank: int) -> Program:
-    """All programs, with the row of the peer's slot where a root lies; own ones are not staged."""
+def _placed(work: Work, rank: int, most: int) -> Program:
+    """All programs, with the row of this rank's slot where a peer's root lies."""
 
     def place(step: tuple[int, int]) -> tuple[int, int]:
         peer, root = step
-        if peer == rank:
-            return OWN, root
-        if peer == ADD or work.one_shot:
-            return peer, root
-        return peer, (rank - (rank > peer)) * work.roots[peer] + root
+        if peer == ADD:
+            return step
+        return (OWN, root) if peer == rank else (SLOT, (peer - (peer > rank)) * most + root)
 
     return tuple(
         step

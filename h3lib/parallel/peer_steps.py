@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PeerSteps:
     """Launches on the current stream; `rank` and `size` count inside the group of `control`.
 
-    `bytes_read[p]` counts what was read from rank p's memory.
+    `bytes_sent[p]` counts what was written into rank p's memory.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PeerSteps:
         num_bytes = (self.head_words + 2 * shape.channels * self.slot_words) * 8
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
         self._slices: dict[tuple[Slice, ...], Tensor] = {}
-        self._side, self.bytes_read = None, [0] * self.size
+        self._side, self.bytes_sent = None, [0] * self.size
         addresses = self.buffers.addresses
         self.page = driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
@@ -98,11 +98,11 @@ class PeerSteps:
     ) -> None:
         width = (UNIT if work.programs else 16 // work.item) if whole else 1
         launch = plan(work, self.rank, self.shape, self.slot_words * 8, width)
-        for peer, count in enumerate(launch.read):
-            self.bytes_read[peer] += count
+        for peer, count in enumerate(launch.sent):
+            self.bytes_sent[peer] += count
         operands = (
             source, out, integers(out), self.pages, self._on_device(work.slices), digest,
-            self.slot_words, self.size, launch.staged, launch.chunk // UNIT, work.longest, *strides,
+            self.slot_words, self.size, launch.chunk // UNIT, work.longest, *strides,
             *launch.constants,
         )  # fmt: skip
         options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}
