@@ -1,10 +1,10 @@
 """Litmus tests of the peer protocol: `python -m h3lib.bench.litmus --out FILE`.
 
-Programs of one kernel a GPU play ranks, on one GPU and, where there are two, in turn on both: the
-primitives are those of `parallel/peer_sync.py`, the data are written and read by ordinary stores
-and loads, 10^6 rounds in a few seconds. A round is
+Programs of one kernel a GPU play ranks, a channel each, on one GPU and, where there are two, in
+turn on both: the primitives are those of `parallel/peer_sync.py`, the data are written and read by
+ordinary stores and loads of all threads, 10^6 rounds in a few seconds. A round is
 
-    write this rank's slot; announce; wait; read the slots of all ranks; count what is not right
+    write into every rank's slot; announce; wait; read the own slot; count what is not right
 
     message passing   data before the flag; broken: the flag before the data
     flag reuse        two slots by parity; broken: one slot, which a fast rank overwrites
@@ -49,10 +49,11 @@ from h3lib.parallel.peer_sync import (
     wait,
 )
 
-SIZE = 8
+SIZE, WARPS = 8, 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
 ABORT_TIMEOUT_NS = 50_000
-WORDS = tl.constexpr(128)  # of a slot: four a lane
+LANES = tl.constexpr(256)  # as many threads as a channel has
+WORDS = tl.constexpr(256)  # of a slot for each writer: one a thread
 SECOND_NS = tl.constexpr(10**9)
 WELL, EARLY_FLAG, ONE_SLOT, ONE_DIGEST, RELAXED, GPU_SCOPE = (tl.constexpr(i) for i in range(6))
 TOLD, NOT_TOLD = tl.constexpr(0), tl.constexpr(1)
@@ -60,18 +61,18 @@ NONE, SOME, ANY = "no error", "errors", "any number of errors"
 
 
 @triton.jit
-def _pause(duration_ns):
-    until = now_ns() + duration_ns
-    now = now_ns()
+def _pause(lane, duration_ns):
+    until = tl.max(now_ns(lane), axis=0) + duration_ns
+    now = tl.max(now_ns(lane), axis=0)
     while now < until:
-        now = now_ns()
+        now = tl.max(now_ns(lane), axis=0)
 
 
 @triton.jit
-def _dawdle(epoch, rank):
+def _dawdle(lane, epoch, rank):
     """Now and then a rank is late, another one each time."""
     if (epoch * 7 + rank * 3) % 16 == 0:
-        _pause(2000)
+        _pause(lane, 2000)
 
 
 @triton.jit
@@ -103,29 +104,29 @@ def _load_gpu(address, present, absent):
 
 
 @triton.jit
-def _weak_exchange(peers, own, rank, epoch, present, VARIANT: tl.constexpr):
+def _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT: tl.constexpr):
     """Announce and wait without the order, or the scope, that the protocol has; 1 if late."""
-    same = tl.zeros([MAX_PEERS], tl.int64)
-    flags = own + (EPOCHS + tl.arange(0, MAX_PEERS).to(tl.int64)) * 8
-    there = peers + (EPOCHS + rank) * 8
+    flags, there = own + (EPOCHS + lane) * 8, peers + (EPOCHS + rank) * 8
     if VARIANT == RELAXED:
-        store_relaxed(there, same + epoch, present)
+        store_relaxed(there, lane * 0 + epoch, present)
     else:
-        _store_gpu(there, same + epoch, present)
-    deadline = now_ns() + SECOND_NS
-    seen = tl.min(same, axis=0)
-    while (seen < epoch) & (now_ns() < deadline):
+        _store_gpu(there, lane * 0 + epoch, present)
+    deadline = tl.max(now_ns(lane), axis=0) + SECOND_NS
+    late = tl.full((), 0, tl.int1)
+    seen = epoch - 1
+    while (seen < epoch) & (late == 0):
+        late = tl.max(now_ns(lane), axis=0) >= deadline
         if VARIANT == RELAXED:
-            seen = tl.min(load_relaxed(flags, present, same + epoch), axis=0)
+            seen = tl.min(load_relaxed(flags, present, lane * 0 + epoch), axis=0)
         else:
-            seen = tl.min(_load_gpu(flags, present, same + epoch), axis=0)
+            seen = tl.min(_load_gpu(flags, present, lane * 0 + epoch), axis=0)
     return (seen < epoch).to(tl.int64)
 
 
 @triton.jit
-def _slot(slots, rank, place):
-    """This rank's slot, or a peer's."""
-    address = tl.load(slots + rank) + place * WORDS * 8
+def _slot(slots, reader, place, writer, SIZE: tl.constexpr):
+    """Where a rank finds what another wrote for it."""
+    address = tl.load(slots + reader) + (place * SIZE + writer) * WORDS * 8
     return address.to(tl.pointer_type(tl.int64), bitcast=True)
 
 
@@ -137,12 +138,12 @@ def exchange_kernel(
 
     `errors[rank]` counts wrong words and failed waits."""
     rank = tl.program_id(0).to(tl.int64) * step + first
-    lane = tl.arange(0, MAX_PEERS)
+    lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
     peers = tl.load(pages + lane, mask=present, other=0)
     own = tl.load(pages + rank)
     word = tl.arange(0, WORDS)
-    same = tl.zeros([MAX_PEERS], tl.int64)
+    same = lane * 0
     wrong = tl.zeros([WORDS], tl.int64)
     failed = tl.full((), 0, tl.int64)
     epoch = tl.full((), 0, tl.int64)
@@ -154,11 +155,13 @@ def exchange_kernel(
             place = epoch * 0
         if VARIANT == EARLY_FLAG:
             announce(peers, rank, epoch, digest, present)
-            _dawdle(epoch, rank)
-        tl.store(_slot(slots, rank, place) + word, (epoch * SIZE + rank) * WORDS + word)
+            _dawdle(lane, epoch, rank)
+        for peer in tl.static_range(SIZE):
+            said = ((epoch * SIZE + rank) * SIZE + peer) * WORDS + word
+            tl.store(_slot(slots, peer, place, rank, SIZE) + word, said)
         tl.debug_barrier()
         if (VARIANT == RELAXED) | (VARIANT == GPU_SCOPE):
-            failed += _weak_exchange(peers, own, rank, epoch, present, VARIANT)
+            failed += _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT)
         else:
             if VARIANT == ONE_DIGEST:
                 for parity in tl.static_range(2):
@@ -167,27 +170,30 @@ def exchange_kernel(
                 store_release(peers + (EPOCHS + rank) * 8, same + epoch, present)
             elif VARIANT != EARLY_FLAG:
                 announce(peers, rank, epoch, digest, present)
-            _dawdle(epoch + 1, rank)
-            failed += (wait(own, epoch, digest, SECOND_NS, present) != 0).to(tl.int64)
+            _dawdle(lane, epoch + 1, rank)
+            status = wait(own, own, epoch, digest, SECOND_NS, lane, present)
+            failed += (status != 0).to(tl.int64)
         tl.debug_barrier()
-        _dawdle(epoch + 2, rank)
+        _dawdle(lane, epoch + 2, rank)
         for peer in tl.static_range(SIZE):
-            theirs = tl.load(_slot(slots, peer, place) + word)
-            wrong += (theirs != (epoch * SIZE + peer) * WORDS + word).to(tl.int64)
+            said = ((epoch * SIZE + peer) * SIZE + rank) * WORDS + word
+            heard = tl.load(_slot(slots, rank, place, peer, SIZE) + word)
+            wrong += (heard != said).to(tl.int64)
         tl.debug_barrier()
     tl.store(errors + rank, tl.sum(wrong, axis=0) + failed)
 
 
 @triton.jit
-def _meet(peers, own, rank, epoch, present):
+def _meet(peers, own, rank, epoch, lane, present):
     """An epoch of all, whatever was told."""
     announce(peers, rank, epoch, epoch, present)
-    same = tl.zeros([MAX_PEERS], tl.int64)
-    flags = own + (EPOCHS + tl.arange(0, MAX_PEERS).to(tl.int64)) * 8
-    deadline = now_ns() + SECOND_NS
-    seen = tl.min(load_acquire(flags, present, same + epoch), axis=0)
-    while (seen < epoch) & (now_ns() < deadline):
-        seen = tl.min(load_acquire(flags, present, same + epoch), axis=0)
+    flags = own + (EPOCHS + lane) * 8
+    deadline = tl.max(now_ns(lane), axis=0) + SECOND_NS
+    late = tl.full((), 0, tl.int1)
+    seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
+    while (seen < epoch) & (late == 0):
+        late = tl.max(now_ns(lane), axis=0) >= deadline
+        seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
 
 
 @triton.jit(do_not_specialize=["first", "step", "rounds", "timeout_ns"])
@@ -196,7 +202,7 @@ def abort_kernel(
 ):
     """In round r rank r % SIZE comes only after the others have given up."""
     rank = tl.program_id(0).to(tl.int64) * step + first
-    lane = tl.arange(0, MAX_PEERS)
+    lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
     peers = tl.load(pages + lane, mask=present, other=0)
     own = tl.load(pages + rank)
@@ -205,23 +211,22 @@ def abort_kernel(
     epoch = tl.full((), 1, tl.int64)
     round_index = tl.full((), 0, tl.int64)
     if rounds > 0:
-        _meet(peers, own, rank, epoch, present)  # the kernels of both GPUs run
+        _meet(peers, own, rank, epoch, lane, present)  # the kernels of both GPUs run
     while round_index < rounds:
         away = round_index % SIZE
         epoch += 3
         if rank == away:
-            _pause(3 * timeout_ns)
+            _pause(lane, 3 * timeout_ns)
         announce(peers, rank, epoch - 2, epoch, present)
-        status = wait(own, epoch - 2, epoch, timeout_ns, present)
+        status = wait(own, own, epoch - 2, epoch, timeout_ns, lane, present)
         if VARIANT == TOLD:
             tell(peers, rank, status, present)
         wrong += (status != (one * MISSING << 32) + (one << away)).to(tl.int64)
         tl.debug_barrier()
-        _meet(peers, own, rank, epoch - 1, present)  # all have told
-        cleared = own + (ABORTS + lane.to(tl.int64)) * 8
-        store_relaxed(cleared, tl.zeros([MAX_PEERS], tl.int64), present)
+        _meet(peers, own, rank, epoch - 1, lane, present)  # all have told
+        store_relaxed(own + (ABORTS + lane) * 8, lane * 0, present)
         tl.debug_barrier()
-        _meet(peers, own, rank, epoch, present)  # all have cleared their pages
+        _meet(peers, own, rank, epoch, lane, present)  # all have cleared their pages
         round_index += 1
     tl.store(errors + rank, wrong)
 
@@ -258,7 +263,7 @@ class Ranks:
                 torch.zeros(1, device=other).to(device)
         zeros = functools.partial(torch.zeros, dtype=torch.int64)
         self.words = [zeros(PAGE_WORDS.value, device=device) for device in devices]
-        self.slots = [zeros(2 * WORDS.value, device=device) for device in devices]
+        self.slots = [zeros(2 * SIZE * WORDS.value, device=device) for device in devices]
         self.errors = [zeros(SIZE, device=device) for device in devices[:gpus]]
 
     def exchange(self, rounds: int, variant: tl.constexpr) -> int:
@@ -267,7 +272,7 @@ class Ranks:
         def launch(first: int, pages: Tensor, errors: Tensor, rounds: int) -> None:
             exchange_kernel[SIZE // self.gpus,](
                 pages, slots[first], errors, first, self.gpus, rounds, SIZE, variant.value,
-                num_warps=1,
+                num_warps=WARPS,
             )  # fmt: skip
 
         return self._run(launch, rounds)
@@ -276,7 +281,7 @@ class Ranks:
         def launch(first: int, pages: Tensor, errors: Tensor, rounds: int) -> None:
             abort_kernel[SIZE // self.gpus,](
                 pages, errors, first, self.gpus, rounds, ABORT_TIMEOUT_NS, SIZE, variant.value,
-                num_warps=1,
+                num_warps=WARPS,
             )  # fmt: skip
 
         return self._run(launch, rounds)

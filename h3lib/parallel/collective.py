@@ -82,8 +82,12 @@ class Collective(abc.ABC):
         flat = self._flat(roots, leaf_cuts)
         call = _reduction("all_reduce", roots, leaf_cuts, dtype)
         slices = self._slices(flat.shape[1], leaf_cuts)
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-        return self._gather_slices(part, slices, call).view(roots.shape[1:])
+        if observe is None:
+            result = self._finish_all(flat, leaf_cuts, slices, dtype, call)
+        else:
+            part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+            result = self._gather_slices(part, slices, call)
+        return result.view(roots.shape[1:])
 
     @_heard
     def reduce_scatter_rows(
@@ -122,6 +126,13 @@ class Collective(abc.ABC):
         root = self._root(flat, leaf_cuts, slices, flat.dtype, call)
         observe(root, slices[self.rank][0])
         return root.to(dtype)
+
+    def _finish_all(
+        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+    ) -> Tensor:
+        """All of the sum, rounded, on every rank."""
+        part = self._root(flat, leaf_cuts, slices, dtype, call)
+        return self._gather_slices(part, slices, call)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -179,8 +190,13 @@ class TreeCollective(Collective):
         parts = [[part] for part in slices]
         return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call)[0]
 
+    def _finish_all(
+        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+    ) -> Tensor:
+        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call)
+
     def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return gather_slices(self.transport, part, slices, call)
+        return self.transport.gather_slices(part, slices, call)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -192,10 +208,3 @@ class LocalCollective(TreeCollective):
 
     def __init__(self):
         super().__init__(LocalTransport())
-
-
-def gather_slices(level: Level, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
-    if level.size > 1 and len(set(slices)) == 1:
-        return part
-    return level.gather(part, [b - a for a, b in slices], call)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.parallel.collective import Collective, gather_slices
+from h3lib.parallel.collective import Collective
 from h3lib.parallel.transport import Call, Cuts, Level, Slice, even_slices
 
 
@@ -60,7 +60,7 @@ class HierarchicalCollective(Collective):
         return list(dict.fromkeys(slices[local_rank :: self.local.size]))
 
     def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return gather_slices(self.local, part, slices[: self.local.size], call)
+        return self.local.gather_slices(part, slices[: self.local.size], call)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         """Between nodes first, where a rank sends its own part alone, then inside the node."""

@@ -79,6 +79,32 @@ class Level(abc.ABC):
         """
 
 
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        """The root over all leaves on every rank of a group that owns them all: `[R, n]` to `[n]`.
+
+        Rank r finishes `slices[r]`, then they are gathered, unless each has finished everything.
+
+        **Order:**, **Rounds:**, **Raises:** as `finish`.
+        """
+        part = self.finish(flat, cuts, 0, [[piece] for piece in slices], dtype, call)[0]
+        return self.gather_slices(part, slices, call)
+
+    def gather_slices(
+        self, part: Tensor, slices: Sequence[Slice], call: Call | None = None
+    ) -> Tensor:
+        """All elements from the slices of the ranks; nothing moves if each has them all."""
+        if self.size > 1 and len(set(slices)) == 1:
+            return part
+        return self.gather(part, [stop - start for start, stop in slices], call)
+
+
 class Transport(Level):
     """A level that moves bytes by `exchange`; `rank` and `size` count inside the group."""
 
