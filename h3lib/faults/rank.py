@@ -175,6 +175,9 @@ class Rank:
                 self._signal()
             for _ in range(_MANY):  # until the fault is noticed
                 self._compare(step(), expected)
+        if injection.fault == "nothing":
+            for wrong in injection.spoilt_calls():
+                group.call(wrong)
         if not self.is_victim:
             self._compare(step(), expected)
             return
@@ -226,12 +229,12 @@ class Rank:
 
         A victim that calls otherwise captures that; all have made its call once, as a capture asks.
         """
-        wrong = self.injection.fault if self.injection.spoils_call() else ""
-        for name in {"", wrong}:
-            group.call(name)
+        calls = ["", *self.injection.spoilt_calls()]
+        for wrong in calls:
+            group.call(wrong)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            value = group.call(wrong if self.is_victim else "")
+            value = group.call(calls[-1] if self.is_victim else "")
 
         def step() -> Tensor:
             graph.replay()
