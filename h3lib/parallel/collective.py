@@ -8,6 +8,7 @@ slices (all-reduce) or leaves them (reduce-scatter). The layout moves roots; it 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,13 +22,26 @@ Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
 
 
+def _heard(method: Callable) -> Callable:
+    """A collective: its peers hear of what this rank alone refuses, or has no memory for."""
+
+    @functools.wraps(method)
+    def run(self: Collective, *arguments, **options) -> Tensor:
+        with self.level.heard(method.__name__):
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class Collective(abc.ABC):
     """One mesh axis seen from one rank. `cuts` of n ranks has n + 1 entries: rank r owns
-    [cuts[r], cuts[r + 1])."""
+    [cuts[r], cuts[r + 1]). `level` is one of its levels."""
 
     rank: int
     size: int
+    level: Level
 
+    @_heard
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
 
@@ -36,6 +50,7 @@ class Collective(abc.ABC):
         shape = (cuts[-1] - cuts[0], *x.shape[1:])
         return self._gather_rows(x, cuts, Call("all_gather_rows", shape, str(x.dtype)))
 
+    @_heard
     def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
         call = Call(
@@ -55,6 +70,7 @@ class Collective(abc.ABC):
         flat = self._gather(x.reshape(-1), [c * row for c in cuts], call)
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
 
+    @_heard
     def all_reduce(
         self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
     ) -> Tensor:
@@ -73,6 +89,7 @@ class Collective(abc.ABC):
             result = self._gather_slices(part, slices, call)
         return result.view(roots.shape[1:])
 
+    @_heard
     def reduce_scatter_rows(
         self,
         roots: Tensor,
@@ -155,7 +172,8 @@ class TreeCollective(Collective):
     """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
 
     def __init__(self, transport: Level):
-        self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.transport = self.level = transport
+        self.rank, self.size = transport.rank, transport.size
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))

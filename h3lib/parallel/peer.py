@@ -14,6 +14,7 @@ NVLink multicast (multimem, NVLS) is not used: it adds in the switch, in an orde
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -73,12 +74,13 @@ class PeerTree(Level):
         self.control, self.world, self.checked = control, control.world, checked
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
-        self._stream, self._steps, self.shape = None, None, shape or Shape()
-        require_triton(triton.__version__)
+        self._stream, self._steps, self._calls = None, None, {}
+        self.shape = shape or Shape()
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
             check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
+            require_triton(triton.__version__)  # the same on every rank, so all refuse it
             self._steps = PeerSteps(
                 control, capacity_bytes, self.timeout_s, driver or CudaDriver(), self.shape
             )
@@ -98,19 +100,25 @@ class PeerTree(Level):
         }
 
     def close(self) -> None:
-        """Unmap and free. Collective while the world is well, so that nobody reads freed memory."""
+        """Unmap and free. Collective while the world is well, so that nobody frees what a peer has
+        mapped; after a failure as `SharedBuffers.release`. Graphs of this group end with it.
+
+        **Raises:** PeerError if a peer, or this GPU, fails now; the memory is let go all the same.
+        """
         if self._steps is None:
             return
+        steps, self._steps = self._steps, None
+        well = self.world.error is None
         try:
-            self._steps.synchronize()
-            if self.world.error is None:
-                self.control.gather_objects(None)
-        except RuntimeError:
-            if self.world.error is None:
-                raise
-        finally:
-            self._steps.buffers.release()
-            self._steps = None
+            steps.synchronize()
+        except RuntimeError as error:  # of CUDA
+            self.world.fail_here("the end of a group", str(error).splitlines()[0], "no CUDA error")
+        steps.buffers.release()
+        if well and self.world.error is not None:
+            raise self.world.error
+
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.control.heard(what)
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -137,7 +145,7 @@ class PeerTree(Level):
         out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
         slices = tuple(zip(ends, ends[1:], strict=False))
         work = Work(slices, part.element_size(), gather=True)
-        steps.gather(work, source, out, _digest(call, work))
+        steps.gather(work, source, out, self._named(call, work))
         return out
 
     def finish(
@@ -173,7 +181,7 @@ class PeerTree(Level):
         for k in range(max(map(len, parts))):
             slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
             step = replace(work, slices=slices)
-            steps.reduce(step, source, out, sum(own[:k]), _digest(call, step))
+            steps.reduce(step, source, out, sum(own[:k]), self._named(call, step))
         return out
 
     def finish_all(
@@ -203,7 +211,7 @@ class PeerTree(Level):
         two_shot = self.size > 1 and len(set(slices)) > 1
         work = replace(work, slices=tuple(slices), gather=two_shot)
         out = torch.empty(1, flat.shape[1], dtype=dtype, device=flat.device)
-        steps.reduce(work, source, out, slices[self.rank][0], _digest(call, work))
+        steps.reduce(work, source, out, slices[self.rank][0], self._named(call, work))
         return out[0]
 
     def _roots(
@@ -216,6 +224,12 @@ class PeerTree(Level):
         group = tuple(cuts), first, self.size
         work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
         return self._operand(flat, call).view(flat.shape), work
+
+    def _named(self, call: Call, work: Work) -> int:
+        """The digest of a call, by which its name is found again if it fails."""
+        digest = _digest(call, work)
+        self._calls[digest] = call
+        return digest
 
     def check(self, what: str = "a collective") -> None:
         """Wait for everything asked for. **Raises:** PeerError if a call failed."""
@@ -230,14 +244,9 @@ class PeerTree(Level):
 
     def _guarded(self, call: Call, run: Callable[[PeerSteps], Tensor]) -> Tensor:
         """A collective to its checked end; what this rank alone refuses, its peers hear of."""
-        steps, subject = self._open_steps(), f"rank {self.world.rank} in {call.name}"
-        try:
+        steps = self._open_steps()
+        with self.heard(call.name):
             result = run(steps)
-        except torch.OutOfMemoryError as error:
-            raise self.world.fail(PeerError(subject, "out of memory", "memory")) from error
-        except OperandError as error:
-            self.world.fail(PeerError(subject, str(error), "an operand of the group's call"))
-            raise
         if self.checked and not capturing():
             self._check(steps, call)
         return result
@@ -259,11 +268,10 @@ class PeerTree(Level):
             self._watch(steps)
             kind, named = steps.status
         except RuntimeError as error:  # of CUDA: this rank is the one that failed
-            subject = f"rank {self.world.rank} in {call.name}"
             cause = str(error).splitlines()[0]
-            raise self.world.fail(PeerError(subject, cause, "no CUDA error")) from error
+            raise self.world.fail_here(call.name, cause, "no CUDA error") from error
         if kind:
-            raise self.world.fail(self._failure(call, kind, named))
+            raise self.world.fail(self._failure(steps, call, kind, named))
 
     def _watch(self, steps: PeerSteps) -> None:
         """Wait for the stream; not for a peer whose process has ended, or after a verdict."""
@@ -284,14 +292,16 @@ class PeerTree(Level):
     def _ended(self, rank: int) -> bool:
         return rank != self.world.rank and self.world.members.ended(rank)
 
-    def _failure(self, call: Call, kind: int, named: list[int]) -> PeerError:
-        """What the kernels' status means, as far as this rank can tell."""
+    def _failure(self, steps: PeerSteps, call: Call, kind: int, named: list[int]) -> PeerError:
+        """What the kernels' status means, as far as this rank can tell. In a graph, the call that
+        failed is the one whose digest was announced last."""
         if kind == _TOLD:
             return PeerError(f"peers in {call.name}", "a failure", "an answer")
         ranks = [self.control.ranks[place] for place in named]
         if kind == DISAGREES.value:
             try:
-                check_calls(self.control.gather_objects(call), self.control.ranks)
+                mine = self._calls.get(steps.announced, call)
+                check_calls(self.control.gather_objects(mine), self.control.ranks)
             except PeerError as error:
                 return error
             return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
