@@ -1,8 +1,8 @@
 """Litmus tests of the peer protocol: `python -m h3lib.bench.litmus --out FILE`.
 
-Programs of one kernel a GPU play ranks, a channel each, on one GPU and, where there are two, in
-turn on both: the primitives are those of `parallel/peer_sync.py`, the data are written and read by
-ordinary stores and loads of all threads, 10^6 rounds in a few seconds. A round is
+Programs of one kernel a GPU play ranks, on one GPU and, where there are two, in turn on both: the
+primitives are those of `parallel/peer_sync.py`, the data are written and read by ordinary stores
+and loads of all threads, 10^6 rounds in some seconds. A round is
 
     write into every rank's slot; announce; wait; read the own slot; count what is not right
 
@@ -53,7 +53,7 @@ SIZE, WARPS = 8, 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
 ABORT_TIMEOUT_NS = 50_000
 LANES = tl.constexpr(256)  # as many threads as a channel has
-WORDS = tl.constexpr(256)  # of a slot for each writer: one a thread
+WORDS = tl.constexpr(256)  # of a writer: one a thread
 SECOND_NS = tl.constexpr(10**9)
 WELL, EARLY_FLAG, ONE_SLOT, ONE_DIGEST, RELAXED, GPU_SCOPE = (tl.constexpr(i) for i in range(6))
 TOLD, NOT_TOLD = tl.constexpr(0), tl.constexpr(1)
@@ -61,11 +61,17 @@ NONE, SOME, ANY = "no error", "errors", "any number of errors"
 
 
 @triton.jit
+def _now_ns(lane):
+    """One time for all threads."""
+    return tl.max(now_ns(lane), axis=0)
+
+
+@triton.jit
 def _pause(lane, duration_ns):
-    until = tl.max(now_ns(lane), axis=0) + duration_ns
-    now = tl.max(now_ns(lane), axis=0)
+    until = _now_ns(lane) + duration_ns
+    now = _now_ns(lane)
     while now < until:
-        now = tl.max(now_ns(lane), axis=0)
+        now = _now_ns(lane)
 
 
 @triton.jit
@@ -106,26 +112,26 @@ def _load_gpu(address, present, absent):
 @triton.jit
 def _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT: tl.constexpr):
     """Announce and wait without the order, or the scope, that the protocol has; 1 if late."""
-    flags, there = own + (EPOCHS + lane) * 8, peers + (EPOCHS + rank) * 8
+    same = lane * 0
+    flags = own + (EPOCHS + lane) * 8
+    there = peers + (EPOCHS + rank) * 8
     if VARIANT == RELAXED:
-        store_relaxed(there, lane * 0 + epoch, present)
+        store_relaxed(there, same + epoch, present)
     else:
-        _store_gpu(there, lane * 0 + epoch, present)
-    deadline = tl.max(now_ns(lane), axis=0) + SECOND_NS
-    late = tl.full((), 0, tl.int1)
-    seen = epoch - 1
-    while (seen < epoch) & (late == 0):
-        late = tl.max(now_ns(lane), axis=0) >= deadline
+        _store_gpu(there, same + epoch, present)
+    deadline = _now_ns(lane) + SECOND_NS
+    seen = tl.min(same, axis=0)
+    while (seen < epoch) & (_now_ns(lane) < deadline):
         if VARIANT == RELAXED:
-            seen = tl.min(load_relaxed(flags, present, lane * 0 + epoch), axis=0)
+            seen = tl.min(load_relaxed(flags, present, same + epoch), axis=0)
         else:
-            seen = tl.min(_load_gpu(flags, present, lane * 0 + epoch), axis=0)
+            seen = tl.min(_load_gpu(flags, present, same + epoch), axis=0)
     return (seen < epoch).to(tl.int64)
 
 
 @triton.jit
 def _slot(slots, reader, place, writer, SIZE: tl.constexpr):
-    """Where a rank finds what another wrote for it."""
+    """What a rank writes into the slot of a reader."""
     address = tl.load(slots + reader) + (place * SIZE + writer) * WORDS * 8
     return address.to(tl.pointer_type(tl.int64), bitcast=True)
 
@@ -156,9 +162,9 @@ def exchange_kernel(
         if VARIANT == EARLY_FLAG:
             announce(peers, rank, epoch, digest, present)
             _dawdle(lane, epoch, rank)
-        for peer in tl.static_range(SIZE):
-            said = ((epoch * SIZE + rank) * SIZE + peer) * WORDS + word
-            tl.store(_slot(slots, peer, place, rank, SIZE) + word, said)
+        for reader in tl.static_range(SIZE):
+            value = ((epoch * SIZE + rank) * SIZE + reader) * WORDS + word
+            tl.store(_slot(slots, reader, place, rank, SIZE) + word, value)
         tl.debug_barrier()
         if (VARIANT == RELAXED) | (VARIANT == GPU_SCOPE):
             failed += _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT)
@@ -176,9 +182,9 @@ def exchange_kernel(
         tl.debug_barrier()
         _dawdle(lane, epoch + 2, rank)
         for peer in tl.static_range(SIZE):
-            said = ((epoch * SIZE + peer) * SIZE + rank) * WORDS + word
-            heard = tl.load(_slot(slots, rank, place, peer, SIZE) + word)
-            wrong += (heard != said).to(tl.int64)
+            theirs = tl.load(_slot(slots, rank, place, peer, SIZE) + word)
+            value = ((epoch * SIZE + peer) * SIZE + rank) * WORDS + word
+            wrong += (theirs != value).to(tl.int64)
         tl.debug_barrier()
     tl.store(errors + rank, tl.sum(wrong, axis=0) + failed)
 
@@ -188,11 +194,9 @@ def _meet(peers, own, rank, epoch, lane, present):
     """An epoch of all, whatever was told."""
     announce(peers, rank, epoch, epoch, present)
     flags = own + (EPOCHS + lane) * 8
-    deadline = tl.max(now_ns(lane), axis=0) + SECOND_NS
-    late = tl.full((), 0, tl.int1)
+    deadline = _now_ns(lane) + SECOND_NS
     seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
-    while (seen < epoch) & (late == 0):
-        late = tl.max(now_ns(lane), axis=0) >= deadline
+    while (seen < epoch) & (_now_ns(lane) < deadline):
         seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
 
 
@@ -206,7 +210,7 @@ def abort_kernel(
     present = lane < SIZE
     peers = tl.load(pages + lane, mask=present, other=0)
     own = tl.load(pages + rank)
-    one = tl.full((), 1, tl.int64)
+    one, same = tl.full((), 1, tl.int64), lane * 0
     wrong = tl.full((), 0, tl.int64)
     epoch = tl.full((), 1, tl.int64)
     round_index = tl.full((), 0, tl.int64)
@@ -224,7 +228,7 @@ def abort_kernel(
         wrong += (status != (one * MISSING << 32) + (one << away)).to(tl.int64)
         tl.debug_barrier()
         _meet(peers, own, rank, epoch - 1, lane, present)  # all have told
-        store_relaxed(own + (ABORTS + lane) * 8, lane * 0, present)
+        store_relaxed(own + (ABORTS + lane) * 8, same, present)
         tl.debug_barrier()
         _meet(peers, own, rank, epoch, lane, present)  # all have cleared their pages
         round_index += 1

@@ -145,7 +145,7 @@ class PeerTree(Level):
         out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
         slices = tuple(zip(ends, ends[1:], strict=False))
         work = Work(slices, part.element_size(), gather=True)
-        steps.gather(work, source, out, self._digest(call, work))
+        steps.gather(work, source, out, self._named(call, work))
         return out
 
     def finish(
@@ -181,7 +181,7 @@ class PeerTree(Level):
         for k in range(max(map(len, parts))):
             slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
             step = replace(work, slices=slices)
-            steps.reduce(step, source, out, sum(own[:k]), self._digest(call, step))
+            steps.reduce(step, source, out, sum(own[:k]), self._named(call, step))
         return out
 
     def finish_all(
@@ -211,7 +211,7 @@ class PeerTree(Level):
         two_shot = self.size > 1 and len(set(slices)) > 1
         work = replace(work, slices=tuple(slices), gather=two_shot)
         out = torch.empty(1, flat.shape[1], dtype=dtype, device=flat.device)
-        steps.reduce(work, source, out, slices[self.rank][0], self._digest(call, work))
+        steps.reduce(work, source, out, slices[self.rank][0], self._named(call, work))
         return out[0]
 
     def _roots(
@@ -225,15 +225,15 @@ class PeerTree(Level):
         work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
         return self._operand(flat, call).view(flat.shape), work
 
+    def _named(self, call: Call, work: Work) -> int:
+        """The digest of a call, by which its name is found again if it fails."""
+        digest = _digest(call, work)
+        self._calls[digest] = call
+        return digest
+
     def check(self, what: str = "a collective") -> None:
         """Wait for everything asked for. **Raises:** PeerError if a call failed."""
         self._check(self._open_steps(), Call(what))
-
-    def _digest(self, call: Call, work: Work) -> int:
-        """What every rank must be doing; kept, so that a graph's failure can name the call."""
-        digest = _digest_of(call, work)
-        self._calls[digest] = call
-        return digest
 
     def _open_steps(self) -> PeerSteps:
         if self.world.error is not None:
@@ -311,7 +311,7 @@ class PeerTree(Level):
 
 
 @functools.lru_cache(4096)
-def _digest_of(call: Call, work: Work) -> int:
+def _digest(call: Call, work: Work) -> int:
     """62 bits of a call and its launch, with bit 62 set: always a 64-bit argument, never 0."""
     digest = hashlib.sha256(repr((call, work)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62

@@ -136,8 +136,8 @@ class PeerSteps:
             self.bytes_sent[peer] += count
         operands = (
             source, out, integers(out), self.pages, self._on_device(work.slices), digest,
-            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest, *strides,
-            *launch.constants,
+            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest,
+            *strides, *launch.constants,
         )  # fmt: skip
         options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}
         Launch(peer_kernel, operands, options, launch.grid).start()
