@@ -41,7 +41,7 @@ def spoilt(part: Tensor, cuts: list[int], wrong: str, name: str) -> tuple[Tensor
 @contextlib.contextmanager
 def expandable_segments() -> Iterator[None]:
     """PyTorch's allocator as under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and it is."""
-    set_allocator = torch.cuda.memory._set_allocator_settings
+    set_allocator = torch._C._accelerator_setAllocatorSettings
     torch.cuda.empty_cache()
     set_allocator("expandable_segments:True")
     try:
