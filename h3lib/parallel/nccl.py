@@ -54,6 +54,10 @@ class NcclLibrary:
     def all_reduce(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
 
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        """Begins; the current stream waits for the end when `wait` of the result is called."""
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         _renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=self.group)
 
