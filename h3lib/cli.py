@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives"))
+    bench.add_argument("what", choices=("kernels", "collectives", "layouts"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
@@ -65,6 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
         choices=("rowwise", "gemm", "attention", "block"),
         metavar="PART",
         help="rowwise, gemm, attention, block; all if left out",
+    )
+    bench.add_argument(
+        "--layouts", nargs="+", metavar="LAYOUT", help="of `layouts`: these instead of all"
     )
     bench.set_defaults(main=_bench)
     _add_faults(commands)
@@ -266,6 +269,10 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.collectives import bench_collectives
 
             bench_collectives(options.out)
+        elif options.what == "layouts":
+            from h3lib.bench.layouts import LAYOUTS, bench_layouts
+
+            bench_layouts(options.out, options.layouts or LAYOUTS)
         else:
             from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
 

@@ -23,6 +23,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 from torch import Tensor, nn
 
+from h3lib.bench.left_out import Give, new_buffer
 from h3lib.contract import ModelSize, RowsError
 from h3lib.layout import Layout
 from h3lib.model.inputs import BlockInputs
@@ -66,6 +67,26 @@ class Axis:
     def own(self, x: Tensor) -> Tensor:
         """This rank's part of x."""
         return x.chunk(self.size)[self.rank]
+
+
+@dataclass(frozen=True)
+class LeftOutAxis(Axis):
+    """The library's axis with nothing moved or added."""
+
+    give: Give = new_buffer
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    def start_sum(self, x: Tensor) -> Wait:
+        return lambda: None
+
+    def gather(self, x: Tensor) -> Tensor:
+        shape = (self.size * len(x), *x.shape[1:])
+        return self.give(self.size * x.numel(), x.dtype, x.device).view(shape)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        return self.own(x).contiguous()
 
 
 class _Move(torch.autograd.Function):
