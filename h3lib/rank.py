@@ -29,7 +29,7 @@ from h3lib.layout import Ownership
 from h3lib.model.generation import first_different_step
 from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
-from h3lib.model.weights import digest
+from h3lib.model.weights import digest, digests
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
 from h3lib.parallel.gloo import require_same
 from h3lib.parallel.launch import die_with_launcher
@@ -268,11 +268,11 @@ class RankRun:
         """SHA-256 over the digests of all weights, by name, and of all inputs; those of each weight
         where there are more than one block's."""
         weights, inputs = self.program.given()
-        by_name = {name: digest(weight) for name, weight in weights}
-        digests = {"weights": digest_of_weights(by_name), "inputs": digest_of(map(digest, inputs))}
+        by_name = digests(weights)
+        whole = {"weights": digest_of_weights(by_name), "inputs": digest_of(map(digest, inputs))}
         if isinstance(self.program, BlockProgram):
-            return {"digests": digests}
-        return {"digests": digests, "weight_digests": by_name}
+            return {"digests": whole}
+        return {"digests": whole, "weight_digests": by_name}
 
 
 def run_rank(
