@@ -51,10 +51,10 @@ class Program(abc.ABC):
     def records(self, shard: SeqShard, backward: bool = True, step: Step = no_step) -> list[Record]:
         """Every named value on one rank; `step` is called before "forward" and "backward"."""
 
+    @abc.abstractmethod
     def untraced(self, shard: SeqShard) -> list[Record]:
         """Outputs and gradients again, without a trace: as users compute them, where a product is
         finished and rounded in its kernel. Nothing where `records` takes no trace either."""
-        return []
 
     @abc.abstractmethod
     def values(self) -> dict[Key, tuple[int, ...]]:
