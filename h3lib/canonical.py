@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -16,9 +15,7 @@ from torch import Tensor
 from h3lib.contract import ReportError
 from h3lib.layout import region_shape
 from h3lib.model.trace import Key, Record
-from h3lib.model.weights import digest
-
-_DIGESTS_AT_ONCE = min(8, os.cpu_count() or 1)
+from h3lib.model.weights import digests
 
 
 def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
@@ -56,7 +53,7 @@ def _is_whole(path: Path) -> bool:
     """Whether every value of a kept file has the SHA-256 that is written beside it."""
     try:
         file = CanonicalFile(path)
-        return _digests(file) == file.digests
+        return digests((key, file[key]) for key in file) == file.digests
     except (SafetensorError, KeyError, OSError):
         return False
 
@@ -66,16 +63,10 @@ def save_canonical(tensors: Mapping[Key, Tensor], path: str | Path) -> None:
     values = {"/".join(key): tensor.cpu() for key, tensor in tensors.items()}
     unfinished = f"{path}.{os.getpid()}"
     try:
-        save_file(values, unfinished, _digests(values))
+        save_file(values, unfinished, digests(values.items()))
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
-
-
-def _digests(values: Mapping) -> dict:
-    """The SHA-256 of each value, several at a time: hashing lets other threads run."""
-    with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
-        return dict(zip(values, pool.map(lambda key: digest(values[key]), values), strict=True))
 
 
 class CanonicalFile(Mapping):
