@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from h3lib.bench.measure import environment
-from h3lib.contract import PeerError, RowsError
+from h3lib.contract import PUBLISHED, PeerError, RowsError
 from h3lib.layout import Layout
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -77,6 +77,7 @@ def _header(gpus: int, rows: Sequence[int]) -> dict[str, object]:
 
     return {
         "environment": environment() | {"commit": git_commit() or "unknown"},
+        "contract": PUBLISHED.id,
         "size": "full",
         "gpus": gpus,
         "rows": sorted(rows),

@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3lib.bench.measure import environment
-from h3lib.contract import ModelSize, PeerError, model_size
+from h3lib.contract import PUBLISHED, ModelSize, PeerError, model_size
 from h3lib.layout import Layout
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
 from h3lib.model.packing import job_for_rows, pack
@@ -169,6 +169,7 @@ def write_report(
     """One JSON; `complete` is its last key."""
     content = {
         "environment": environment() | {"commit": commit},
+        "contract": PUBLISHED.id,
         "size": size.name,
         "blocks": size.num_layers,
         "rounds": rounds,
