@@ -69,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_argument(
         "--layouts", nargs="+", metavar="LAYOUT", help="of `layouts`: these instead of all"
     )
+    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of `layouts`: these rows")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -270,9 +271,9 @@ def _bench(options: argparse.Namespace) -> int:
 
             bench_collectives(options.out)
         elif options.what == "layouts":
-            from h3lib.bench.layouts import LAYOUTS, bench_layouts
+            from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
 
-            bench_layouts(options.out, options.layouts or LAYOUTS)
+            bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
         else:
             from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
 

@@ -14,7 +14,6 @@ from h3lib.bench.layout_ranks import Call, RankWorld
 from h3lib.bench.left_out import Buffers
 from h3lib.bench.measure import Protocol
 from h3lib.bench.plain import PlainBlock
-from h3lib.bench.rank_memory import rank_memory
 from h3lib.compare import different_elements, take
 from h3lib.contract import PUBLISHED, SIZES
 from h3lib.layout import Ownership
@@ -35,7 +34,7 @@ PASSES = {"forward": False, "forward + backward": True}
 
 
 class Case:
-    """A rank's part of one number of rows. **Raises:** RowsError for rows that NCCL cannot cut."""
+    """A rank's part of one number of rows."""
 
     def __init__(self, world: RankWorld, rows: int):
         self.world, self.rows, self.layout = world, rows, world.layout
@@ -53,6 +52,7 @@ class Case:
         self.plain_given = plain.cut(whole)
         self.plain = plain
         self.named = {"layout": self.layout.name, "ranks": self.layout.num_ranks, "rows": rows}
+        self.their_rows = plain.padded_rows(rows)
 
     def our_call(self, backward: bool, mesh: Mesh | None = None) -> Call:
         """One launch of our forward, or forward + backward; over another mesh than the layout's."""
@@ -112,7 +112,8 @@ class Case:
     def _lines(
         self, op: str, calls: dict[str, Call], protocol: Protocol
     ) -> Iterator[tuple[str, dict]]:
-        line = {**self.named, "op": op, "graph": protocol.graph, "sdpa": self.sdpa}
+        line = {**self.named, "their_rows": self.their_rows, "op": op, "graph": protocol.graph}
+        line["sdpa"] = self.sdpa
         if protocol.graph:
             calls = {name: call for name, call in calls.items() if name != COMPILED}
         ms, reason = self.world.times(calls, protocol)
@@ -190,23 +191,20 @@ class Case:
                 "worst": worst, "worst_value": apart[worst]}  # fmt: skip
 
     def _own_rows(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        """All rows of ours, and theirs at their even cut: the rows that this rank has of theirs."""
-        cuts = self.owner.row_cuts()
+        """The rows that this rank has of theirs, which are cut evenly, without their padding."""
+        cuts, layout = self.owner.row_cuts(), self.layout
         whole = ours if len(cuts) == 2 else self.shard.mesh.rows.all_gather_rows(ours, cuts)
-        whole = whole.chunk(self.layout.cp)[self.shard.cp_rank]
-        if self.layout.sp:
-            whole = whole.chunk(self.layout.tp)[self.shard.tp_rank]
-        return whole, theirs
+        place = self.shard.cp_rank * layout.tp + self.shard.tp_rank if layout.sp else None
+        first = len(theirs) * (self.shard.cp_rank if place is None else place)
+        mine = whole[first : first + len(theirs)]
+        return mine, theirs[: len(mine)]
 
     def memory(self) -> dict[str, object]:
-        """Of the rank with the highest peak; alone: the same rank without its peers."""
+        """Peaks of a forward and backward, of the rank with the highest."""
         ours, theirs = peak_bytes(self.our_call(True)), peak_bytes(self.their_call(True))
         self.world.check()
-        ranks = self.world.gather((ours, theirs))
-        rank = max(range(len(ranks)), key=lambda r: ranks[r][0])
-        torch.cuda.empty_cache()
-        alone = rank_memory(self.layout.name, self.rows, rank=rank)
+        ours, theirs = map(max, zip(*self.world.gather((ours, theirs)), strict=True))
         return {
-            **alone, "peak_bytes": ranks[rank][0], "alone_peak_bytes": alone["peak_bytes"],
-            "theirs_peak_bytes": max(theirs for _, theirs in ranks), "measured": "in the layout",
+            **self.named, "peak_bytes": ours, "theirs_peak_bytes": theirs,
+            "measured": "in the layout",
         }  # fmt: skip

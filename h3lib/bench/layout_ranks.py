@@ -12,9 +12,11 @@ from h3lib.bench.measure import Protocol
 from h3lib.bench.plain import Axis, LeftOutAxis
 from h3lib.layout import Layout
 from h3lib.parallel.gloo import GlooWorld
+from h3lib.parallel.levels import transports_of
 from h3lib.parallel.mesh import Group, Mesh, build_mesh, mesh_groups
-from h3lib.parallel.nccl import NcclLibrary
+from h3lib.parallel.nccl import NcclLibrary, NcclTransport
 from h3lib.parallel.peer import PeerTree
+from h3lib.parallel.transport import Level
 
 TIMEOUT_S = 120.0
 GRAPH_CALLS = 4
@@ -30,7 +32,8 @@ class RankWorld:
         self.world = GlooWorld(groups, TIMEOUT_S, data_groups=groups)
         self.rank = self.world.rank
         torch.cuda.set_device(self.rank)
-        self.trees: dict[Group, PeerTree] = {}
+        self.transports = transports_of(layout, groups, "peer", owns_gpu=True)
+        self.levels: dict[Group, Level] = {}
 
     def gather(self, value: object) -> list:
         """Every rank's value."""
@@ -38,12 +41,12 @@ class RankWorld:
 
     def mesh(self) -> Mesh:
         """Over the peer tree; calls are not checked before `check`."""
-        return build_mesh(self.layout, self.rank, self._tree)
+        return build_mesh(self.layout, self.rank, self._level)
 
     def noted_mesh(self, notes: list[Call], give: Give) -> Mesh:
         """The same, with every call of a level noted."""
         return build_mesh(
-            self.layout, self.rank, lambda group, rank: Noted(self._tree(group, rank), notes, give)
+            self.layout, self.rank, lambda group, rank: Noted(self._level(group, rank), notes, give)
         )
 
     def left_out_mesh(self, give: Give) -> Mesh:
@@ -63,15 +66,23 @@ class RankWorld:
             return LeftOutAxis(rank, size, None, give)
         return Axis(rank, size, NcclLibrary(self.world, list(group)) if size > 1 else None)
 
-    def _tree(self, group: Group, rank: int) -> PeerTree:
-        if group not in self.trees:
-            control = self.world.connect(group, rank)
-            self.trees[group] = PeerTree(control, checked=False)
-        return self.trees[group]
+    def _level(self, group: Group, rank: int) -> Level:
+        """As `parallel/levels.py` chooses; the peer tree's calls are not checked."""
+        if group not in self.levels:
+            if self.transports[group] == "peer":
+                control = self.world.connect(group, rank)
+                self.levels[group] = PeerTree(control, checked=False)
+            else:
+                self.levels[group] = NcclTransport(self.world, list(group), rank)
+        return self.levels[group]
+
+    @property
+    def trees(self) -> list[PeerTree]:
+        return [level for level in self.levels.values() if isinstance(level, PeerTree)]
 
     def check(self) -> None:
         """**Raises:** PeerError if a collective since the last time failed."""
-        for tree in self.trees.values():
+        for tree in self.trees:
             tree.check()
 
     def times(
@@ -134,7 +145,7 @@ class RankWorld:
         return start.elapsed_time(stop) / repeats
 
     def close(self) -> None:
-        for tree in self.trees.values():
+        for tree in self.trees:
             tree.close()
         self.world.close()
 

@@ -49,7 +49,12 @@ class LeftOut(Level):
     def __init__(self, rank: int, size: int, give: Give = new_buffer):
         self.rank, self.size, self.give = rank, size, give
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+    ) -> Tensor:
         return self.give(sum(lengths), part.dtype, part.device)
 
     def finish(

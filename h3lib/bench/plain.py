@@ -6,7 +6,8 @@
     cp      K and V of all rows gathered; gradients of weights summed while the backward goes on
 
 The library adds, in its own order: this is what determinism is priced against. The weights of a
-rank are those of `parallel/shard.py`; rows are cut evenly, which the library needs.
+rank are those of `parallel/shard.py`; rows are cut evenly, which the library
+needs, after a few more where they cannot be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 from torch import Tensor, nn
 
 from h3lib.bench.left_out import Give, new_buffer
-from h3lib.contract import ModelSize, RowsError
+from h3lib.contract import ModelSize
 from h3lib.layout import Layout
 from h3lib.model.inputs import BlockInputs
 from h3lib.parallel.nccl import NcclLibrary
@@ -133,10 +134,7 @@ class _Attention(MiniMaxH3AttnProcessor):
 
 @dataclass
 class PlainBlock:
-    """One rank's part of their block; `weights` are the rank's parts, by name in the block.
-
-    **Raises:** RowsError for rows that cannot be cut evenly.
-    """
+    """One rank's part of their block; `weights` are the rank's parts, by name in the block."""
 
     size: ModelSize
     layout: Layout
@@ -165,16 +163,24 @@ class PlainBlock:
             if axes:
                 parameter.register_hook(self._sum_over(axes))
 
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows that are computed: as many more as an even cut needs."""
+        ranks = self.cp.size * (self.tp.size if self.layout.sp else 1)
+        return -(-num_rows // ranks) * ranks
+
     def cut(self, given: BlockInputs) -> BlockInputs:
-        """This rank's rows of all rows: those of its slice, and for rotary those of its shard."""
-        num_rows, ranks = len(given.x), self.cp.size * (self.tp.size if self.layout.sp else 1)
-        if num_rows % ranks:
-            raise RowsError("rows that the library cuts", num_rows, f"a multiple of {ranks}")
-        shard = [self.cp.own(x) for x in (given.x, given.dout, given.rows.table_rows)]
+        """This rank's rows of all rows: those of its slice, and for rotary those of its shard.
+
+        Rows that are added are the last one again, with a gradient of 0.
+        """
+        more = self.padded_rows(len(given.x)) - len(given.x)
+        metadata = (given.rows.table_rows, given.rows.cos, given.rows.sin)
+        x, table_rows, cos, sin = (
+            self.cp.own(torch.cat((t, *[t[-1:]] * more))) for t in (given.x, *metadata)
+        )
+        dout = self.cp.own(torch.cat((given.dout, *[torch.zeros_like(given.dout[-1:])] * more)))
         if self.layout.sp:
-            shard = [self.tp.own(x) for x in shard]
-        x, dout, table_rows = shard
-        cos, sin = (self.cp.own(t) for t in (given.rows.cos, given.rows.sin))
+            x, table_rows, dout = map(self.tp.own, (x, table_rows, dout))
         return BlockInputs(x, dout, given.temb, type(given.rows)(table_rows, cos, sin))
 
     def caller(self, given: BlockInputs, backward: bool, compiled: bool = False) -> Callable:

@@ -13,7 +13,7 @@ from block_support import TINY, packed_rows
 from rank_support import Ranks
 
 from h3lib.bench.plain import Axis, PlainBlock
-from h3lib.contract import PUBLISHED, RowsError
+from h3lib.contract import PUBLISHED
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import BLOCK_PREFIX, block_parameters
 from h3lib.model.inputs import BlockInputs, block_inputs
@@ -84,11 +84,13 @@ def test_a_plain_layout_gives_what_one_block_gives(layout, alone, tmp_path):
             assert error < 1e-5, (name, rank, error)
 
 
-def test_rows_that_cannot_be_cut_evenly_are_refused():
+def test_rows_that_cannot_be_cut_evenly_are_filled_up_with_the_last():
     layout = Layout.parse("cp5")
     given, weights = _given(layout, 0)
-    with pytest.raises(RowsError, match="a multiple of 5"):
-        PlainBlock(TINY, layout, ALONE, Axis(0, 5, None), weights).cut(given)
+    last = PlainBlock(TINY, layout, ALONE, Axis(4, 5, None), weights).cut(given)
+    assert last.x.shape[0] == last.rows.cos.shape[0] == last.rows.table_rows.shape[0] == 53
+    assert torch.equal(last.x[-2], given.x[-1]) and torch.equal(last.x[-1], given.x[-1])
+    assert torch.equal(last.dout[-2], given.dout[-1]) and not last.dout[-1].any()
 
 
 def _rank_main(name: str, folder: Path) -> None:
