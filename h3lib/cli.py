@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives"))
+    bench.add_argument("what", choices=("kernels", "collectives", "overlap"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
@@ -266,6 +266,10 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.collectives import bench_collectives
 
             bench_collectives(options.out)
+        elif options.what == "overlap":
+            from h3lib.bench.overlap import bench_overlap
+
+            bench_overlap(options.out)
         else:
             from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
 

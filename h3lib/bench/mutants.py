@@ -26,7 +26,7 @@ from h3lib.simulate import Change, Records
 class FaultyCollective(TreeCollective):
     """A two-shot collective whose sum of the received roots is `add`."""
 
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
+    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
         roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
@@ -75,7 +75,7 @@ class DroppedShard(FaultyCollective):
 class Bf16Partials(TreeCollective):
     """What crosses ranks is rounded to BF16."""
 
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
+    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
         return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
 
 

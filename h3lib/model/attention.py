@@ -28,13 +28,17 @@ class Attention:
 
     def forward(self, a_SD: Tensor, rows: Rows) -> Tensor:
         """y `[S, D]`. Forward: all-gather rows (SP), chains, K/V over cp, unit tree over tp."""
-        ctx, gather = self.ctx, self.ctx.shard.gather_sequence
-        self.a_TD = ctx.shard.enter(a_SD)
-        q_TA, k_TA, v_TA = (self._project(name) for name in "qkv")
-        self.q = self.heads["q"].forward(q_TA, rows)
-        self.k = self.heads["k"].forward(k_TA, rows)
+        ctx, gather, width = self.ctx, self.ctx.shard.gather_sequence, self.ctx.size.inner_dim
+        w_k, w_v, w_q = (ctx.weights[_weight(name)] for name in "kvq")
+        self.a_TD, (k_TA, v_TA) = ctx.enter(a_SD, linear_forward, w_k, w_v)
+        self.k = self.heads["k"].forward(ctx.unit_node("attn.k", k_TA, width), rows)
+        k_all = gather(self.k)  # K and V of the others come while q is made
+        ctx.unit_node("attn.v", v_TA, width)
         self.v = v_TA.unflatten(-1, (-1, ctx.size.attention_head_dim))
-        self.k_all, self.v_all = gather(self.k), gather(self.v)
+        v_all = gather(self.v)
+        q_TA = ctx.unit_node("attn.q", ctx.call(linear_forward, self.a_TD, w_q), width)
+        self.q = self.heads["q"].forward(q_TA, rows)
+        self.k_all, self.v_all = k_all.value(), v_all.value()
         o, self.lse = ctx.call(
             attention.attention_forward, self.q, self.k_all, self.v_all, ctx.shard.contract
         )
@@ -46,9 +50,9 @@ class Attention:
     def backward(self, dy_SD: Tensor) -> Tensor:
         """da `[S, D]`; dw of the four linears and of both head norms go to the context."""
         ctx, width = self.ctx, self.ctx.size.inner_dim
-        dy_TD = ctx.shard.enter(dy_SD)
+        dy_TD, (do_TA,) = ctx.enter(dy_SD, linear_dx, ctx.weights[W_OUT])
         ctx.weight_gradient(W_OUT, dy_TD, self.o_TA)
-        do_TA = ctx.unit_node("d.attn.heads", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
+        ctx.unit_node("d.attn.heads", do_TA, width)
         dq, dk, dv = self._attention_backward(do_TA.view_as(self.o))
         del do_TA, self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
         gradients = {
@@ -62,20 +66,16 @@ class Attention:
         parts = [(dy_TA, ctx.weights[_weight(name)]) for name, dy_TA in gradients.items()]
         return ctx.leave("d.attn.in", *parts)
 
-    def _project(self, name: str) -> Tensor:
-        ctx = self.ctx
-        y_TA = ctx.call(linear_forward, self.a_TD, ctx.weights[_weight(name)])
-        return ctx.unit_node(f"attn.{name}", y_TA, ctx.size.inner_dim)
-
     def _attention_backward(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv `[T, N, H]` from dO; gathers what the keys here need of every query."""
         ctx, contract, gather = self.ctx, self.ctx.shard.contract, self.ctx.shard.gather_sequence
         delta = ctx.call(attention.attention_delta, do, self.o)
         ctx.unit_node("attn.delta", delta, ctx.size.num_attention_heads)
+        coming = [gather(x) for x in (self.q, do, self.lse, delta)]  # while dq is made
         dq = ctx.call(
             attention.attention_dq, self.q, self.k_all, self.v_all, do, self.lse, delta, contract
         )
-        q_all, do_all, lse_all, delta_all = map(gather, (self.q, do, self.lse, delta))
+        q_all, do_all, lse_all, delta_all = (later.value() for later in coming)
         dk, dv = ctx.call(
             attention.attention_dkv, q_all, self.k, self.v, do_all, lse_all, delta_all, contract
         )

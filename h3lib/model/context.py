@@ -13,12 +13,15 @@ from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
 from h3lib.ops.backend import Op, load_backend
 from h3lib.ops.fold import row_unit_roots
 from h3lib.ops.gemm import (
+    linear_dx,
+    linear_forward,
     row_fold_product,
     row_fold_roots,
     unit_tree_product,
     unit_tree_roots,
 )
 from h3lib.parallel.collective import Observe
+from h3lib.parallel.overlap import ColumnProduct, RowProduct
 from h3lib.parallel.shard import SeqShard, parameter_region
 
 
@@ -76,20 +79,35 @@ class BlockContext:
         """Roots of a row fold over the row units of the slice."""
         return self.call(row_unit_roots, terms, self.shard.owner.rows, self.shard.row_units)
 
-    def unit_tree(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
+    def unit_tree(self, *parts: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
         """Roots of the sum of a @ b over the feature units here."""
-        shard = self.shard
-        return self.call(
-            unit_tree_roots, list(parts), shard.feature_units, shard.contract.num_units
-        )
+        units, num_units = self.shard.feature_units, self.shard.contract.num_units
+        return self.call(unit_tree_roots, list(parts), units, num_units, out)
+
+    def enter(self, x_SD: Tensor, op: Op, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The rows of the shard `[T, D]`, and of each weight the column-parallel product `op`."""
+        dim = {linear_forward: 0, linear_dx: 1}[op]
+        products = [
+            ColumnProduct(
+                w.shape[dim], lambda x, out, w=w: op(x, w, backend=self.backend, out=out)
+            )
+            for w in weights
+        ]
+        return self.shard.enter(x_SD, products)
 
     def leave(self, name: str, *parts: tuple[Tensor, Tensor]) -> Tensor:
         """The row-parallel product sum of a @ b, `[S, D]`: unit tree over tp, rounded once."""
         if self.trace is None and self.shard.owner.layout.tp == 1:  # rounded where it is finished
             units = self.shard.contract.num_units
             return self.call(unit_tree_product, list(parts), units, self.dtype)
+
+        def make(rows: range, out: Tensor | None) -> Tensor:
+            return self.unit_tree(*((a[rows.start : rows.stop], b) for a, b in parts), out=out)
+
+        depth = sum(a.shape[1] for a, _ in parts)
+        product = RowProduct(len(parts[0][0]), self.size.hidden_size, depth, make)
         region = ((self.shard.shard_rows,), (range(self.size.hidden_size),))
-        return self.shard.leave(self.unit_tree(*parts), self.dtype, self.observe(name, region))
+        return self.shard.leave(product, self.dtype, self.observe(name, region))
 
     def weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
         """dw = dy^T x, row fold over sequence units, summed over cp."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +23,6 @@ from h3lib.parallel.transport import (
     Transport,
     check_calls,
     check_exchange,
-    pack_bytes,
-    unpack_bytes,
 )
 
 _generation = itertools.count()
@@ -239,3 +238,20 @@ def launched() -> bool:
 def world_size() -> int:
     """How many ranks the launcher started."""
     return own_place().num_ranks
+
+
+def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """The parts' bytes, one after the other, on the device."""
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([part.to(device) for part in flat])
+
+
+def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:
+    """The inverse of `pack_bytes`, on the device and in the dtype of `like`."""
+    sizes = [math.prod(shape) * like.element_size() for shape in shapes]
+    pieces = data.split(sizes)
+    return [
+        # a copy starts on its own allocation, aligned for any dtype
+        piece.clone().view(like.dtype).reshape(shape).to(like.device)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]

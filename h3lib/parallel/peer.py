@@ -15,6 +15,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -23,7 +24,9 @@ from torch import Tensor
 from h3lib.contract import CONTRACT_ID, OperandError, PeerError
 from h3lib.ops.hopper.compat import require_triton
 from h3lib.parallel.gloo import GlooTransport, check_same
+from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
+from h3lib.parallel.peer_lane import Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
 from h3lib.parallel.peer_steps import PeerSteps, capturing, integers, padded, tree_programs
 from h3lib.parallel.peer_sync import DISAGREES, MAX_PEERS, MISSING
@@ -67,7 +70,7 @@ class PeerTree(Level):
         self.control, self.world, self.checked = control, control.world, checked
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
-        self._stream, self._steps = None, None
+        self._stream, self._steps, self._lane = None, None, None
         require_triton(triton.__version__)
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
@@ -75,6 +78,7 @@ class PeerTree(Level):
             check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
             driver = driver or CudaDriver()
             self._steps = PeerSteps(control, capacity_bytes, self.timeout_s, driver)
+            self.overlaps = self._steps.device.type == "cuda"
         except PeerError as error:
             raise self.world.fail(error) from None
 
@@ -101,7 +105,7 @@ class PeerTree(Level):
             if self.world.error is None:
                 raise
         finally:
-            self._steps.buffers.release()
+            self._steps.release()
             self._steps = None
 
     @property
@@ -115,17 +119,48 @@ class PeerTree(Level):
             return [(0, num_elements)] * self.size
         return super().slices(num_elements, num_roots)
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+    def later(self, run: Callable[[], Tensor]) -> Later:
+        """As `Level.later`, on a stream of its own; `checked` calls are checked by `value`."""
+        if not self.overlaps:
+            return super().later(run)
+        self._lane = self._lane or Lane(self._settle)
+        return self._lane.later(run)
+
+    def _settle(self) -> None:
+        if self.checked and not capturing():
+            self.check("collectives beside products")
+
+    def room(self, place: int, num_elements: int) -> Tensor | None:
+        """As `Level.room`; all ranks open it when they first ask."""
+        steps = self._open_steps()
+        try:
+            return steps.open_room().place(place, num_elements)
+        except PeerError as error:
+            raise error if capturing() else self.world.fail(error) from None
+
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))
-        return self._guarded(call, lambda steps: self._gather(steps, part, lengths, call))
+        return self._guarded(call, lambda steps: self._gather(steps, part, lengths, call, out))
 
     def _gather(
-        self, steps: PeerSteps, part: Tensor, lengths: Sequence[int], call: Call
+        self,
+        steps: PeerSteps,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call,
+        out: Tensor | None,
     ) -> Tensor:
         source = integers(self._operand(part, call))
         if len(source) != lengths[self.rank]:
             raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
-        out = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
+        if out is None:
+            out = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
         chunk = steps.slot_bytes // part.element_size()
         starts = [sum(lengths[:r]) for r in range(self.size)]
         for first in range(0, max(1, *lengths), chunk):
@@ -144,12 +179,15 @@ class PeerTree(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
         OperandError also for roots that are not FP32."""
         call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
+        room = self._open_steps().room
+        call = replace(call, room=-1 if room is None else room.offset(flat))
         return self._guarded(
-            call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call)
+            call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call, out)
         )
 
     def _finish(
@@ -161,6 +199,7 @@ class PeerTree(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None,
     ) -> Tensor:
         """A slot holds `[distinct slices, R, width]`; long slices go through it piece by piece."""
         if flat.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
@@ -174,7 +213,16 @@ class PeerTree(Level):
         programs = tree_programs(tuple(cuts), first, self.size)
         own = [(ranges.index(part), part[1] - part[0]) for part in parts[self.rank]]
         outs = [padded(len(programs), length, flat.device, dtype) for _, length in own]
-        for at in range(0, max(1, longest), width):
+        if out is not None and len(outs) == 1 and outs[0].numel() == out.numel():
+            outs = [out.view(outs[0].shape)]
+        in_place = call.room >= 0 and all(start % UNIT == 0 for start, _ in ranges)
+        if in_place:  # nothing to stage: peers read the roots where the product made them
+            steps.barrier(_digest(call))
+            for result, (part, length) in zip(outs, own, strict=True):
+                steps.tree_in_room(result, programs, flat, ranges[part][0], length)
+            if call.row_cuts or len(ranges) == 1:  # else the gather that follows is this barrier
+                steps.barrier(_digest(call))
+        for at in range(0, 0 if in_place else max(1, longest), width):
             staged = [
                 (r * n + start + at, (j * roots + r) * width, _clip(stop - start - at, width))
                 for j, (start, stop) in enumerate(ranges)
@@ -182,9 +230,9 @@ class PeerTree(Level):
             ]
             steps.stage(source, tuple(staged))
             steps.barrier(_digest(call))
-            for out, (part, length) in zip(outs, own, strict=True):
-                steps.tree(out, programs, part, width, _clip(length - at, width), at)
-        pieces = [out[:, :length] for out, (_, length) in zip(outs, own, strict=True)]
+            for result, (part, length) in zip(outs, own, strict=True):
+                steps.tree(result, programs, part, width, _clip(length - at, width), at)
+        pieces = [result[:, :length] for result, (_, length) in zip(outs, own, strict=True)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def check(self, what: str = "a collective") -> None:
@@ -208,7 +256,10 @@ class PeerTree(Level):
         except OperandError as error:
             self.world.fail(PeerError(subject, str(error), "an operand of the group's call"))
             raise
-        if self.checked and not capturing():
+        home = self._lane and self._lane.home
+        if home is not None:  # checked when its value is asked for
+            result.record_stream(home)
+        elif self.checked and not capturing():
             self._check(steps, call)
         return result
 
@@ -217,6 +268,8 @@ class PeerTree(Level):
         device = self._steps.device
         if tensor.device != device:
             raise OperandError(f"device of {call.name}", str(tensor.device), str(device))
+        if self._lane is not None and self._lane.home is None:
+            self._lane.join_all()
         if device.type == "cuda" and not capturing():
             stream = torch.cuda.current_stream()
             if self._stream is not None and stream != self._stream:

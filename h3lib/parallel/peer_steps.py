@@ -25,11 +25,11 @@ from h3lib.parallel.peer_kernels import (
     stage_kernel,
     tree_kernel,
 )
-from h3lib.parallel.peer_memory import Driver, SharedBuffers
+from h3lib.parallel.peer_memory import GRANULE, Driver, SharedBuffers
+from h3lib.parallel.peer_room import PLACE_BYTES, Room
 from h3lib.parallel.peer_sync import ABORTS, PAGE_WORDS, RANK, STATUS, TIMEOUT_NS
 from h3lib.parallel.transport import group_spans, num_roots
 
-_GRANULE = 2 << 20  # an IPC handle stands for whole pages of 2 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Segment = tuple[int, int, int]
 """(first element there, first element here, how many)."""
@@ -47,9 +47,10 @@ class PeerSteps:
         self.rank, self.size = control.rank, control.size
         self.slot_words = max(1, capacity_bytes // 8 // UNIT) * UNIT
         num_bytes = (PAGE_WORDS.value + 2 * self.slot_words) * 8
-        self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
+        self.buffers = SharedBuffers(control, -(-num_bytes // GRANULE) * GRANULE, driver)
         self._plans: dict[tuple[Segment, ...], Tensor] = {}
-        self._side, self.bytes_read = None, [0] * self.size
+        self._side, self.room, self.bytes_read = None, None, [0] * self.size
+        self.place_bytes = min(PLACE_BYTES, 4 * capacity_bytes)
         addresses = self.buffers.addresses
         self.page = driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
@@ -84,6 +85,22 @@ class PeerSteps:
         Waits for the current stream."""
         status = int(self.page[STATUS.value])
         return status >> 32, [rank for rank in range(self.size) if status >> rank & 1]
+
+    def open_room(self) -> Room:
+        """Memory for roots, opened when it is asked for first. Collective then.
+
+        **Raises:** PeerError on every rank if memory cannot be shared, or inside a CUDA graph."""
+        if self.room is None:
+            if capturing():
+                raise _first_call_in_graph()
+            self.room = Room(self.control, self.place_bytes, self.driver)
+        return self.room
+
+    def release(self) -> None:
+        """Unmap and free."""
+        self.buffers.release()
+        if self.room is not None:
+            self.room.release()
 
     def row_width(self, rows: int, longest: int) -> int:
         """FP32 elements of each of a slot's rows: `longest` whole units, or as many as fit."""
@@ -120,6 +137,27 @@ class PeerSteps:
 
         **Order:** the program's, which `ops/tree.py` wrote. **Rounds:** once, to `out`'s dtype.
         """
+        self._tree(out, programs, (self.pages, self.slot_words), part, width, length, offset)
+
+    def tree_in_room(
+        self, out: Tensor, programs: tuple, flat: Tensor, start: int, length: int
+    ) -> None:
+        """The same from the rows `flat[0, start:]` that every rank has at one place of its room."""
+        if self.room.is_new(flat, start) and capturing():
+            raise _first_call_in_graph()
+        slots = self.room.slots(flat, start), 0  # at fixed addresses, whatever the epoch
+        self._tree(out, programs, slots, 0, 0, length, 0)
+
+    def _tree(
+        self,
+        out: Tensor,
+        programs: tuple,
+        slots: tuple[Tensor, int],
+        part: int,
+        width: int,
+        length: int,
+        offset: int,
+    ) -> None:
         if length <= 0:
             return
         grid = (min(-(-length // BLOCK), MAX_PROGRAMS),)
@@ -128,7 +166,7 @@ class PeerSteps:
             for peer, _, roots in program:
                 self.bytes_read[peer] += 4 * length * (roots > 0)
             tree_kernel[grid](
-                row, self.page, self.pages, self.slot_words, part, *units,
+                row, self.page, *slots, part, *units,
                 PROGRAM=program, BLOCK=BLOCK, UNIT=UNIT, **OPTIONS,
             )  # fmt: skip
 
@@ -158,11 +196,15 @@ class PeerSteps:
         """Segments on the device, kept for good: a captured graph may read them again."""
         if segments not in self._plans:
             if capturing():
-                accepted = "a call with the same sizes before the capture"
-                raise PeerError("collective inside a CUDA graph", "its first call", accepted)
+                raise _first_call_in_graph()
             flat = [value for segment in segments for value in segment]
             self._plans[segments] = torch.tensor(flat, device=self.device)
         return self._plans[segments]
+
+
+def _first_call_in_graph() -> PeerError:
+    accepted = "a call with the same sizes before the capture"
+    return PeerError("collective inside a CUDA graph", "its first call", accepted)
 
 
 class _Term:

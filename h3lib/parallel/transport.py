@@ -8,7 +8,6 @@ adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an ex
 from __future__ import annotations
 
 import abc
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from h3lib.contract import PeerError, subtree_roots
 from h3lib.ops.tree import root_nodes, tree_sum
+from h3lib.parallel.later import Later
 
 Cuts = Sequence[int]
 Shape = tuple[int, ...]
@@ -34,6 +34,8 @@ class Call:
     result: str = ""
     cuts: tuple[int, ...] = ()
     row_cuts: tuple[int, ...] = ()
+    room: int = -1
+    """Where the roots lie in memory that the level gave for them; -1 is elsewhere."""
 
 
 class Level(abc.ABC):
@@ -43,14 +45,36 @@ class Level(abc.ABC):
     size: int
     unit = 1
     """Elements: slices begin at multiples."""
+    overlaps = False
+    """Whether collectives of `later` run beside what is launched after them."""
+
+    def later(self, run: Callable[[], Tensor]) -> Later:
+        """`run`, which calls collectives of this level, beside what follows if the level can; other
+        collectives of the level come after it, as ever."""
+        return Later(run())
+
+    def room(self, place: int, num_elements: int) -> Tensor | None:
+        """FP32 memory for roots that `finish` need not copy; None if there is not as much.
+
+        Every rank asks for the same. Place 0 or 1 may be written again once the collective of what
+        it held is joined."""
+        return None
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
         return even_slices(num_elements, self.size, self.unit)
 
     @abc.abstractmethod
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
-        """The parts `[lengths[r]]` of every rank, one after the other. **Raises:** as `finish`."""
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The parts `[lengths[r]]` of every rank, one after the other, in `out` if that is given.
+
+        **Raises:** as `finish`."""
 
     @abc.abstractmethod
     def finish(
@@ -61,12 +85,13 @@ class Level(abc.ABC):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The group's maximal subtree roots, of this rank's elements: `[R, n]` to `[S, n_local]`.
 
         The members own the leaves `[cuts[first + r], cuts[first + r + 1])`; `flat` holds this
         rank's subtree roots, and `parts[r]` the slices of the n elements that rank r finishes.
-        `call` says on whose behalf.
+        `call` says on whose behalf; `out` is contiguous memory for the result.
 
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
@@ -88,9 +113,15 @@ class Transport(Level):
         one rank sends is not what its peer expects, or a peer fails or does not answer in time.
         """
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         shapes = [(length,) for length in lengths]
-        return torch.cat(self.exchange([part] * self.size, shapes, call))
+        return torch.cat(self.exchange([part] * self.size, shapes, call), out=out)
 
     def finish(
         self,
@@ -100,6 +131,7 @@ class Transport(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         length = sum(stop - start for start, stop in parts[self.rank])
         roots = self.exchange(
@@ -111,7 +143,8 @@ class Transport(Level):
         spans = group_spans(cuts, first, self.size)
         if not spans:  # a node without leaves
             return flat.new_empty(0, length, dtype=dtype)
-        return torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
+        result = torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
+        return result if out is None else out.view_as(result).copy_(result)
 
 
 class LocalTransport(Transport):
@@ -289,20 +322,3 @@ class ThreadTransport(Transport):
         sent = [[(tuple(part.shape), str(part.dtype)) for part in row] for row, *_ in posted]
         check_exchange(sent, [expected for _, expected, _ in posted])
         return [row[self.rank] for row, *_ in posted]
-
-
-def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
-    """The parts' bytes, one after the other, on the device."""
-    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
-    return torch.cat([part.to(device) for part in flat])
-
-
-def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:
-    """The inverse of `pack_bytes`, on the device and in the dtype of `like`."""
-    sizes = [math.prod(shape) * like.element_size() for shape in shapes]
-    pieces = data.split(sizes)
-    return [
-        # a copy starts on its own allocation, aligned for any dtype
-        piece.clone().view(like.dtype).reshape(shape).to(like.device)
-        for piece, shape in zip(pieces, shapes, strict=True)
-    ]

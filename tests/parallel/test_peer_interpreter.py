@@ -18,6 +18,7 @@ from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.hierarchical import HierarchicalCollective
+from h3lib.parallel.overlap import Chunks, RowProduct, reduce_product
 from h3lib.parallel.transport import ThreadWorld
 
 triton = pytest.importorskip("triton")
@@ -75,6 +76,12 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
         rows, cuts = [0, 0, 7, 8, 61], CUTS["uneven"]
         roots = roots_of(leaves_of(3, 8, 61, 5), cuts, rank)
         found[f"{name} rows"] = collective.reduce_scatter_rows(roots, cuts, rows, F32)
+        for label in ("uneven", "units"):  # with one root a rank, roots are made in shared memory
+            roots = roots_of(leaves_of(5, 8, 61, 8), CUTS[label], rank)
+            for row_cuts in (None, rows):
+                for length in (61, 13):
+                    key = f"{name} product {label} {row_cuts} {length}"
+                    found[key] = in_chunks(collective, roots, CUTS[label], row_cuts, length)
         for dtype in (BF16, torch.int64, torch.bool):
             whole = (leaves_of(4, 61, 6) * 100).to(dtype)
             part = whole[rows[rank] : rows[rank + 1]]
@@ -82,6 +89,15 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
             columns = part.movedim(0, -1)
             found[f"{name} columns {dtype}"] = collective.all_gather_columns(columns, rows)
     return found
+
+
+def in_chunks(collective, roots, cuts, row_cuts, length: int) -> torch.Tensor:
+    def make(rows: range, out: torch.Tensor | None) -> torch.Tensor:
+        part = roots[:, rows.start : rows.stop]
+        return part.clone() if out is None else out.copy_(part)
+
+    product = RowProduct(*roots.shape[1:], 1, make)
+    return reduce_product(collective, product, cuts, F32, row_cuts, chunks=Chunks(length))
 
 
 def error_of(function, *args) -> str:
