@@ -3,8 +3,8 @@
     exposed    time of the block - time of the same block with its communication left out
     reduction  1 - exposed with overlap / exposed without
 
-One rank a GPU, tensor parallel over all of them, with and without sequence parallel; medians of
-interleaved rounds in one run, the slowest rank's. A block with its communication left out runs the
+One rank a GPU, tensor parallel over all of them (with and without sequence parallel), then context
+parallel; medians of interleaved rounds in one run, the slowest rank's. A block with its communication left out runs the
 same kernels and gives wrong results, which nothing reads. With overlap and without, every output
 and gradient is compared byte for byte.
 """
@@ -113,9 +113,11 @@ class Case:
         weights = block_weights(size, source, shards[WITH])
         self.blocks = {n: Block(size, shard, weights, "triton") for n, shard in shards.items()}
 
-    def _mesh(self, tp: TreeCollective, chunks: Chunks) -> Mesh:
-        rows = tp if self.layout.sp else local_mesh().rows
-        return replace(local_mesh(), tp=tp, rows=rows, chunks=chunks)
+    def _mesh(self, ranks: TreeCollective, chunks: Chunks) -> Mesh:
+        """All ranks are one axis, the others have one rank."""
+        axes = {"tp": ranks} if self.layout.cp == 1 else {"cp": ranks, "rows": ranks}
+        axes |= {"rows": ranks} if self.layout.sp else {}
+        return replace(local_mesh(), chunks=chunks, **axes)
 
     def call(self, name: str, backward: bool) -> Callable[[], dict[str, Tensor]]:
         """One launch of the forward, or of forward + backward; everything that it gives."""
@@ -175,7 +177,7 @@ def rank_main(out: Path, rows: Sequence[int]) -> None:
         if bench.rank == 0:
             out.write_text(json.dumps(content, indent=1) + "\n")
 
-    for layout in (Layout(tp=bench.size), Layout(tp=bench.size, sp=True)):
+    for layout in (Layout(bench.size), Layout(bench.size, sp=True), Layout(cp=bench.size)):
         for num_rows in rows:
             case = Case(bench, layout, num_rows)
             checks.append(case.bits())

@@ -126,7 +126,7 @@ class _HeadNorm:
         by_sequence = shard.sum_feature_units(roots, roots.dtype)
         roots = stacked_roots(by_sequence, shard.sequence_units, NUM_SEQUENCE_UNITS)
         observe = ctx.observe_parameter(self.weight)
-        ctx.gradient(self.weight, shard.sum_sequence_units(roots, ctx.dtype, observe))
+        ctx.coming[self.weight] = shard.sum_sequence_units(roots, ctx.dtype, observe)
         return ctx.unit_node(f"d.attn.{self.name}", dx.flatten(1), width)
 
 

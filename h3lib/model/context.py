@@ -21,6 +21,7 @@ from h3lib.ops.gemm import (
     unit_tree_roots,
 )
 from h3lib.parallel.collective import Observe
+from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import ColumnProduct, RowProduct
 from h3lib.parallel.shard import SeqShard, parameter_region
 
@@ -43,7 +44,8 @@ UNMODULATED = Rows(None, None, None)
 class BlockContext:
     """One block on one rank, or another part of the model; `shapes` names its parameters, global.
 
-    `dtype` is that of the residual stream: the first weight's unless it is given.
+    `dtype` is that of the residual stream: the first weight's unless it is given. Gradients that
+    are summed over ranks are `coming` until they are taken.
     """
 
     size: ModelSize
@@ -54,6 +56,7 @@ class BlockContext:
     trace: Trace | None
     dtype: torch.dtype | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    coming: dict[str, Later] = field(default_factory=dict)
 
     def __post_init__(self):
         self.dtype = self.dtype or next(iter(self.weights.values())).dtype
@@ -110,13 +113,21 @@ class BlockContext:
         return self.shard.leave(product, self.dtype, self.observe(name, region))
 
     def weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """dw = dy^T x, row fold over sequence units, summed over cp."""
+        """dw = dy^T x, row fold over sequence units, summed over cp beside what follows."""
         shard, dtype = self.shard, self.weights[name].dtype
         if self.trace is None and shard.owner.layout.cp == 1:  # rounded where it is finished
             self.gradient(name, self.call(row_fold_product, dy, x, shard.owner.rows, dtype))
             return
         roots = self.call(row_fold_roots, dy, x, shard.owner.rows, shard.sequence_units)
-        self.gradient(name, shard.sum_sequence_units(roots, dtype, self.observe_parameter(name)))
+        observe = self.observe_parameter(name)
+        self.coming[name] = shard.sum_sequence_units(roots, dtype, observe)
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Every gradient that was made since they were taken last, complete."""
+        for name, later in self.coming.items():
+            self.gradient(name, later.value())
+        found, self.gradients, self.coming = self.gradients, {}, {}
+        return found
 
     def gradient(self, name: str, root: Tensor) -> None:
         """Keep the gradient of a parameter, rounded to the parameter's dtype if it is not yet."""

@@ -7,7 +7,7 @@ units; norm weights are replicated. Parameter names are those of the diffusers c
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h3lib.contract import PUBLISHED, Contract, LayoutError, RowsError
 from h3lib.layout import Layout, Ownership, Region, whole
-from h3lib.parallel.collective import Observe
+from h3lib.parallel.collective import Collective, Observe
 from h3lib.parallel.later import Later
 from h3lib.parallel.mesh import Mesh, local_mesh
 from h3lib.parallel.overlap import ColumnProduct, RowProduct, gather_products, reduce_product
@@ -162,9 +162,10 @@ class SeqShard:
         if self.owner.layout.cp == 1:
             return Later(x)
         cp, cuts = self.mesh.cp, self.owner.shard_row_cuts()
-        if not self.mesh.chunks.beside:
-            return Later(cp.all_gather_rows(x, cuts))
-        return cp.later(lambda: cp.all_gather_rows(x, cuts))
+        return self._later(cp, lambda: cp.all_gather_rows(x, cuts))
+
+    def _later(self, axis: Collective, run: Callable[[], Tensor]) -> Later:
+        return axis.later(run) if self.mesh.chunks.beside else Later(run())
 
     def sum_feature_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
@@ -174,15 +175,18 @@ class SeqShard:
 
     def sum_sequence_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
-    ) -> Tensor:
-        """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank."""
-        return self.mesh.cp.all_reduce(roots, self.owner.sequence_cuts(), dtype, observe)
+    ) -> Later:
+        """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank, beside
+        what follows until the value is asked for."""
+        cp, cuts = self.mesh.cp, self.owner.sequence_cuts()
+        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe))
 
     def sum_row_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
-    ) -> Tensor:
-        """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank."""
-        return self.mesh.rows.all_reduce(roots, self.owner.row_unit_cuts(), dtype, observe)
+    ) -> Later:
+        """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank, as before."""
+        rows, cuts = self.mesh.rows, self.owner.row_unit_cuts()
+        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe))
 
     def feature_range(self, width: int) -> range:
         """This rank's part of a feature axis of global `width`."""
