@@ -4,9 +4,9 @@
     reduction  1 - exposed with overlap / exposed without
 
 One rank a GPU, tensor parallel over all of them (with and without sequence parallel), then context
-parallel; medians of interleaved rounds in one run, the slowest rank's. A block with its communication left out runs the
-same kernels and gives wrong results, which nothing reads. With overlap and without, every output
-and gradient is compared byte for byte.
+parallel; medians of interleaved rounds in one run, the slowest rank's. A block with its
+communication left out runs the same kernels and gives wrong results, which nothing reads. With
+overlap and without, every output and gradient is compared byte for byte.
 """
 
 from __future__ import annotations
