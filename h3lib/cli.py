@@ -200,6 +200,12 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
     )
     parser.add_argument(
+        "--chunk-rows",
+        type=int,
+        metavar="N",
+        help="rows of a product that are summed at a time, beside the product of the next",
+    )
+    parser.add_argument(
         "--launcher",
         default="local",
         help=f"{' or '.join(LAUNCHERS)}: ranks on this machine, or on the nodes of this Slurm job",
