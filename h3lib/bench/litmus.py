@@ -1,7 +1,8 @@
 """Litmus tests of the peer protocol: `python -m h3lib.bench.litmus --out FILE`.
 
-Programs of one kernel play ranks: the primitives are those of `parallel/peer_sync.py`, the data are
-written and read by ordinary stores and loads, 10^6 rounds in a few seconds. A round is
+Programs of one kernel play ranks, one channel each: the primitives are those of
+`parallel/peer_sync.py`, the data are written and read by ordinary stores and loads of all threads,
+10^6 rounds in a few seconds. A round is
 
     write this rank's slot; announce; wait; read the slots of all ranks; count what is not right
 
@@ -41,39 +42,40 @@ from h3lib.parallel.peer_sync import (
     wait,
 )
 
-SIZE = 8
+SIZE, WARPS = 8, 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
 ABORT_TIMEOUT_NS = 50_000
-WORDS = tl.constexpr(128)  # of a slot: four a lane
+LANES = tl.constexpr(256)  # as many threads as a channel has
+WORDS = tl.constexpr(1024)  # of a slot: four a thread
 SECOND_NS = tl.constexpr(10**9)
 WELL, EARLY_FLAG, ONE_SLOT, ONE_DIGEST = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _pause(duration_ns):
-    until = now_ns() + duration_ns
-    now = now_ns()
+def _pause(lane, duration_ns):
+    until = tl.max(now_ns(lane), axis=0) + duration_ns
+    now = tl.max(now_ns(lane), axis=0)
     while now < until:
-        now = now_ns()
+        now = tl.max(now_ns(lane), axis=0)
 
 
 @triton.jit
-def _dawdle(epoch, rank):
+def _dawdle(lane, epoch, rank):
     """Now and then a rank is late, another one each time."""
     if (epoch * 7 + rank * 3) % 16 == 0:
-        _pause(2000)
+        _pause(lane, 2000)
 
 
 @triton.jit
 def exchange_kernel(pages, slots, errors, rounds, SIZE: tl.constexpr, VARIANT: tl.constexpr):
     """`rounds` rounds by SIZE programs; `errors[rank]` counts wrong words and failed waits."""
     rank = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, MAX_PEERS)
+    lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
     peers = tl.load(pages + lane, mask=present, other=0)
     own = tl.load(pages + rank)
     word = tl.arange(0, WORDS)
-    same = tl.zeros([MAX_PEERS], tl.int64)
+    same = lane * 0
     wrong = tl.zeros([WORDS], tl.int64)
     failed = tl.full((), 0, tl.int64)
     epoch = tl.full((), 0, tl.int64)
@@ -85,7 +87,7 @@ def exchange_kernel(pages, slots, errors, rounds, SIZE: tl.constexpr, VARIANT: t
             place = epoch * 0
         if VARIANT == EARLY_FLAG:
             announce(peers, rank, epoch, digest, present)
-            _dawdle(epoch, rank)
+            _dawdle(lane, epoch, rank)
         mine = slots + (place * SIZE + rank) * WORDS + word
         tl.store(mine, (epoch * SIZE + rank) * WORDS + word)
         tl.debug_barrier()
@@ -96,11 +98,11 @@ def exchange_kernel(pages, slots, errors, rounds, SIZE: tl.constexpr, VARIANT: t
             store_release(peers + (EPOCHS + rank) * 8, same + epoch, present)
         elif VARIANT != EARLY_FLAG:
             announce(peers, rank, epoch, digest, present)
-        _dawdle(epoch + 1, rank)
-        status = wait(own, epoch, digest, SECOND_NS, present)
+        _dawdle(lane, epoch + 1, rank)
+        status = wait(own, own, epoch, digest, SECOND_NS, lane, present)
         failed += (status != 0).to(tl.int64)
         tl.debug_barrier()
-        _dawdle(epoch + 2, rank)
+        _dawdle(lane, epoch + 2, rank)
         for peer in tl.static_range(SIZE):
             theirs = tl.load(slots + (place * SIZE + peer) * WORDS + word)
             wrong += (theirs != (epoch * SIZE + peer) * WORDS + word).to(tl.int64)
@@ -109,22 +111,23 @@ def exchange_kernel(pages, slots, errors, rounds, SIZE: tl.constexpr, VARIANT: t
 
 
 @triton.jit
-def _meet(peers, own, rank, epoch, present):
+def _meet(peers, own, rank, epoch, lane, present):
     """An epoch of all, whatever was told."""
     announce(peers, rank, epoch, epoch, present)
-    same = tl.zeros([MAX_PEERS], tl.int64)
-    flags = own + (EPOCHS + tl.arange(0, MAX_PEERS).to(tl.int64)) * 8
-    deadline = now_ns() + SECOND_NS
-    seen = tl.min(load_acquire(flags, present, same + epoch), axis=0)
-    while (seen < epoch) & (now_ns() < deadline):
-        seen = tl.min(load_acquire(flags, present, same + epoch), axis=0)
+    flags = own + (EPOCHS + lane) * 8
+    deadline = tl.max(now_ns(lane), axis=0) + SECOND_NS
+    late = tl.full((), 0, tl.int1)
+    seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
+    while (seen < epoch) & (late == 0):
+        late = tl.max(now_ns(lane), axis=0) >= deadline
+        seen = tl.min(load_acquire(flags, present, lane * 0 + epoch), axis=0)
 
 
 @triton.jit
 def abort_kernel(pages, errors, rounds, timeout_ns, SIZE: tl.constexpr):
     """In round r rank r % SIZE comes only after the others have given up."""
     rank = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, MAX_PEERS)
+    lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
     peers = tl.load(pages + lane, mask=present, other=0)
     own = tl.load(pages + rank)
@@ -136,17 +139,16 @@ def abort_kernel(pages, errors, rounds, timeout_ns, SIZE: tl.constexpr):
         away = round_index % SIZE
         epoch += 3
         if rank == away:
-            _pause(3 * timeout_ns)
+            _pause(lane, 3 * timeout_ns)
         announce(peers, rank, epoch - 2, epoch, present)
-        status = wait(own, epoch - 2, epoch, timeout_ns, present)
+        status = wait(own, own, epoch - 2, epoch, timeout_ns, lane, present)
         tell(peers, rank, status, present)
         wrong += (status != (one * MISSING << 32) + (one << away)).to(tl.int64)
         tl.debug_barrier()
-        _meet(peers, own, rank, epoch - 1, present)  # all have told
-        cleared = own + (ABORTS + lane.to(tl.int64)) * 8
-        store_relaxed(cleared, tl.zeros([MAX_PEERS], tl.int64), present)
+        _meet(peers, own, rank, epoch - 1, lane, present)  # all have told
+        store_relaxed(own + (ABORTS + lane) * 8, lane * 0, present)
         tl.debug_barrier()
-        _meet(peers, own, rank, epoch, present)  # all have cleared their pages
+        _meet(peers, own, rank, epoch, lane, present)  # all have cleared their pages
         round_index += 1
     tl.store(errors + rank, wrong)
 
@@ -178,13 +180,13 @@ class Pages:
 
     def exchange(self, rounds: int, variant: tl.constexpr) -> int:
         exchange_kernel[SIZE,](
-            self.pages, self.slots, self.errors, rounds, SIZE, variant.value, num_warps=1
+            self.pages, self.slots, self.errors, rounds, SIZE, variant.value, num_warps=WARPS
         )
         return self._total()
 
     def abort(self, rounds: int) -> int:
         abort_kernel[SIZE,](
-            self.pages, self.errors, rounds, ABORT_TIMEOUT_NS, SIZE, num_warps=1
+            self.pages, self.errors, rounds, ABORT_TIMEOUT_NS, SIZE, num_warps=WARPS
         )
         return self._total()
 

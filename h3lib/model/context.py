@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from h3lib.contract import ModelSize, OperandError
 from h3lib.layout import Region, region_shape, whole
 from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
-from h3lib.ops.backend import Op, load_backend
+from h3lib.ops.backend import Op, accumulator, load_backend
 from h3lib.ops.fold import row_unit_roots
 from h3lib.ops.gemm import (
     linear_dx,
@@ -104,8 +105,15 @@ class BlockContext:
             units = self.shard.contract.num_units
             return self.call(unit_tree_product, list(parts), units, self.dtype)
 
-        def make(rows: range, out: Tensor | None) -> Tensor:
-            return self.unit_tree(*((a[rows.start : rows.stop], b) for a, b in parts), out=out)
+        def make(ranges: Sequence[range]) -> Tensor:
+            rows = [[(a[r.start : r.stop], b) for a, b in parts] for r in ranges]
+            if len(rows) == 1:
+                return self.unit_tree(*rows[0])
+            a, lengths = parts[0][0], [len(r) for r in ranges]
+            roots = a.new_empty((1, sum(lengths), self.size.hidden_size), dtype=accumulator(a))
+            for some, out in zip(rows, roots.split(lengths, dim=1), strict=True):
+                self.unit_tree(*some, out=out)
+            return roots
 
         depth = sum(a.shape[1] for a, _ in parts)
         product = RowProduct(len(parts[0][0]), self.size.hidden_size, depth, make)

@@ -42,10 +42,6 @@ class Collective(abc.ABC):
         """`run`, which calls this collective, beside what follows if the level can."""
         return Later(run())
 
-    def room(self, place: int, num_elements: int, leaf_cuts: Cuts) -> Tensor | None:
-        """Memory for the roots of a reduction, as `Level.room`."""
-        return None
-
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
 
@@ -91,9 +87,13 @@ class Collective(abc.ABC):
         flat = self._flat(roots, leaf_cuts)
         call = _reduction("all_reduce", roots, leaf_cuts, dtype)
         slices = self._slices(flat.shape[1], leaf_cuts)
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-        whole = self._gather_slices(part, slices, call, None if out is None else out.view(-1))
-        return whole.view(roots.shape[1:])
+        flat_out = None if out is None else out.view(-1)
+        if observe is None:
+            result = self._finish_all(flat, leaf_cuts, slices, dtype, call, flat_out)
+        else:
+            part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+            result = self._gather_slices(part, slices, call, flat_out)
+        return result.view(roots.shape[1:])
 
     def reduce_scatter_rows(
         self,
@@ -138,6 +138,19 @@ class Collective(abc.ABC):
         if out is None or part.data_ptr() == out.data_ptr():
             return part
         return out.view(-1).copy_(part)
+
+    def _finish_all(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
+    ) -> Tensor:
+        """All of the sum, rounded, on every rank, in `out` if that is given."""
+        part = self._root(flat, leaf_cuts, slices, dtype, call)
+        return self._gather_slices(part, slices, call, out)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -187,11 +200,6 @@ class TreeCollective(Collective):
     def later(self, run: Callable[[], Tensor]) -> Later:
         return self.transport.later(run)
 
-    def room(self, place: int, num_elements: int, leaf_cuts: Cuts) -> Tensor | None:
-        if any(num_roots(leaf_cuts, rank) != 1 for rank in range(self.size)):
-            return None  # ranks would not find each other's roots at one place
-        return self.transport.room(place, num_elements)
-
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
         return self.transport.slices(num_elements, most)
@@ -208,10 +216,21 @@ class TreeCollective(Collective):
         parts = [[part] for part in slices]
         return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call, out)[0]
 
+    def _finish_all(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
+    ) -> Tensor:
+        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call, out)
+
     def _gather_slices(
         self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
     ) -> Tensor:
-        return gather_slices(self.transport, part, slices, call, out)
+        return self.transport.gather_slices(part, slices, call, out)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -223,12 +242,3 @@ class LocalCollective(TreeCollective):
 
     def __init__(self):
         super().__init__(LocalTransport())
-
-
-def gather_slices(
-    level: Level, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
-) -> Tensor:
-    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
-    if level.size > 1 and len(set(slices)) == 1:
-        return part if out is None else out.copy_(part)
-    return level.gather(part, [b - a for a, b in slices], call, out)

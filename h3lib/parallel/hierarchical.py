@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.parallel.collective import Collective, gather_slices
+from h3lib.parallel.collective import Collective
 from h3lib.parallel.transport import Call, Cuts, Level, Slice, even_slices
 
 
@@ -62,7 +62,7 @@ class HierarchicalCollective(Collective):
     def _gather_slices(
         self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
     ) -> Tensor:
-        return gather_slices(self.local, part, slices[: self.local.size], call, out)
+        return self.local.gather_slices(part, slices[: self.local.size], call, out)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         """Between nodes first, where a rank sends its own part alone, then inside the node."""

@@ -12,7 +12,6 @@ of the last, small chunk has nothing beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from h3lib.parallel.transport import Cuts
 
 ROW_TILE = 128  # of the products: a chunk that ends inside a tile would compute it twice
 MIN_CHUNK_BYTES = 16 << 20  # of FP32 roots: below, barriers and launches cost what they hide
-MAX_CHUNK_BYTES = 256 << 20  # what a level has room for
 MAX_CHUNKS = 5
 MAX_SHRINK = 4.0
 PRODUCT_FLOPS, LINK_BYTES = 650e12, 330e9  # of a GPU in a second (H200, 2026-11): only for sizes
@@ -38,25 +36,14 @@ PRODUCT_FLOPS, LINK_BYTES = 650e12, 330e9  # of a GPU in a second (H200, 2026-11
 class RowProduct:
     """A row-parallel product that is still to be made.
 
-    `make(rows, out)` gives the FP32 roots `[R, len(rows), D]` of some of its `num_rows` rows, in
-    `out` if that is given; `depth` is the length of the reduced axis here.
+    `make(ranges)` gives the FP32 roots `[R, n, D]` of some of its `num_rows` rows, those of each
+    range after the other; `depth` is the length of the reduced axis here.
     """
 
     num_rows: int
     width: int
     depth: int
-    make: Callable[[range, Tensor | None], Tensor]
-
-    def roots(self, ranges: Sequence[range], room: Tensor | None) -> Tensor:
-        """Roots `[R, n, D]` of the rows of some ranges, one after the other."""
-        if room is None:
-            parts = [self.make(rows, None) for rows in ranges]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        out, at = room.view(1, -1, self.width), 0
-        for rows in ranges:
-            self.make(rows, out[:, at : at + len(rows)])
-            at += len(rows)
-        return out
+    make: Callable[[Sequence[range]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Chunks:
             raise OperandError("rows of a chunk", self.rows, "at least 1")
 
     def weights(self, product: RowProduct, collective: Collective) -> list[float]:
-        """The share of the rows that each chunk has, alike on every rank; one chunk is `[1.0]`."""
+        """How the rows are shared by the chunks, alike on every rank; one chunk is `[1.0]`."""
         if self.rows is not None:
             return [1.0] * max(1, -(-product.num_rows // self.rows))
         most = 4 * product.num_rows * product.width // MIN_CHUNK_BYTES
@@ -89,14 +76,10 @@ class Chunks:
         moved = 6 * (collective.size - 1) / collective.size / LINK_BYTES
         shrink = min(max(2 * product.depth / PRODUCT_FLOPS / moved, 1.0), MAX_SHRINK)
         for count in range(MAX_CHUNKS, 1, -1):
-            shares = [shrink**-i / sum(shrink**-j for j in range(count)) for i in range(count)]
-            if shares[-1] * most >= 1:
-                break
-        else:
-            shares = [1.0]
-        largest = MAX_CHUNK_BYTES / (4 * (product.num_rows + ROW_TILE) * product.width)
-        parts = [math.ceil(share / largest) for share in shares]
-        return [share / n for share, n in zip(shares, parts, strict=True) for _ in range(n)]
+            weights = [shrink**-i for i in range(count)]
+            if weights[-1] / sum(weights) * most >= 1:
+                return weights
+        return [1.0]
 
     def cut(self, rows: range, weights: Sequence[float]) -> list[range]:
         """Rows in proportion to the weights; inner cuts end row tiles."""
@@ -134,12 +117,9 @@ def reduce_product(
     pieces = list(zip(*(chunks.cut(rows, weights) for rows in slices), strict=True))
     results: list[Later] = []
     out = None
-    for i, ranges in enumerate(pieces):
+    for ranges in pieces:
         lengths = [len(rows) for rows in ranges]
-        if i > 1:
-            results[i - 2].join()  # its room is written again
-        room = collective.room(i % 2, sum(lengths) * product.width, leaf_cuts)
-        roots = product.roots(ranges, room)
+        roots = product.make(ranges)
         shift = (ranges[own].start - sum(lengths[:own])) * product.width
         options = {"observe": _shifted(observe, shift)}
         if len(pieces) > 1:

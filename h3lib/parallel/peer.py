@@ -1,10 +1,13 @@
-"""The peer tree: collectives of one node by kernels that read the other ranks' memory.
+"""The peer tree: collectives of one node by kernels that write into the other ranks' memory.
 
-    gather   every rank stages its part; a barrier; every rank pulls all parts
-    finish   every rank stages its roots; a barrier; every rank evaluates the tree on its slice
+    gather      every rank pushes its part to its peers
+    finish      every rank pushes its roots to the ranks that finish them, and evaluates the tree on
+                its slice
+    finish_all  a finish and a gather (two-shot), or for few elements a finish of everything by
+                every rank (one-shot)
 
-An all-reduce is a finish and a gather (two-shot), or for few elements a finish of everything by
-every rank (one-shot). Bits are those of `collective.py` over any transport.
+Each is one kernel (`peer_kernels.py`), which goes through its elements chunk by chunk. Bits are
+those of `collective.py` over any transport.
 
 NVLink multicast (multimem, NVLS) is not used: it adds in the switch, in an order of its own.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +32,8 @@ from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
 from h3lib.parallel.peer_lane import Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
-from h3lib.parallel.peer_steps import PeerSteps, capturing, integers, padded, tree_programs
+from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
+from h3lib.parallel.peer_steps import PeerSteps, capturing
 from h3lib.parallel.peer_sync import DISAGREES, MAX_PEERS, MISSING
 from h3lib.parallel.transport import (
     Call,
@@ -36,11 +41,10 @@ from h3lib.parallel.transport import (
     Level,
     Slice,
     check_calls,
-    num_roots,
 )
 
-CAPACITY_BYTES = 64 << 20
-ONE_SHOT_BYTES = 1 << 20  # that one rank reads from its peers
+CAPACITY_BYTES = 64 << 20  # of a slot of all channels; there are two
+ONE_SHOT_BYTES = 1 << 20  # that one rank receives
 _TOLD = 3  # kind of a status: a verdict was read in the store
 _WATCH_S = 0.2
 
@@ -64,23 +68,26 @@ class PeerTree(Level):
         timeout_s: float | None = None,
         driver: Driver | None = None,
         checked: bool = True,
+        shape: Shape | None = None,
     ):
         """Collective over `control`. **Raises:** PeerError on every rank if contract, software, GPU
         or sizes differ, the ranks are not of one node, or memory cannot be shared."""
         self.control, self.world, self.checked = control, control.world, checked
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
-        self._stream, self._steps, self._lane = None, None, None
+        self._stream, self._steps, self.shape = None, None, shape or Shape()
+        self._lane: Lane | None = None
         require_triton(triton.__version__)
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
             check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
-            driver = driver or CudaDriver()
-            self._steps = PeerSteps(control, capacity_bytes, self.timeout_s, driver)
-            self.overlaps = self._steps.device.type == "cuda"
+            self._steps = PeerSteps(
+                control, capacity_bytes, self.timeout_s, driver or CudaDriver(), self.shape
+            )
         except PeerError as error:
             raise self.world.fail(error) from None
+        self.overlaps = self._steps.device.type == "cuda"
 
     def _fingerprint(self, capacity_bytes: int) -> dict[str, object]:
         return {
@@ -91,6 +98,7 @@ class PeerTree(Level):
             "host": self.world.members.hosts[self.world.rank],
             "capacity": capacity_bytes,
             "timeout": self.timeout_s,
+            "shape": self.shape,
         }
 
     def close(self) -> None:
@@ -105,13 +113,13 @@ class PeerTree(Level):
             if self.world.error is None:
                 raise
         finally:
-            self._steps.release()
+            self._steps.buffers.release()
             self._steps = None
 
     @property
-    def bytes_read(self) -> list[int]:
-        """Bytes that this rank has read from the memory of each rank of the group, its own too."""
-        return list(self._open_steps().bytes_read)
+    def bytes_sent(self) -> list[int]:
+        """Bytes that this rank has written into the memory of each rank of the group."""
+        return list(self._open_steps().bytes_sent)
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """One-shot where that reads little: every rank then finishes everything."""
@@ -128,15 +136,7 @@ class PeerTree(Level):
 
     def _settle(self) -> None:
         if self.checked and not capturing():
-            self.check("collectives beside products")
-
-    def room(self, place: int, num_elements: int) -> Tensor | None:
-        """As `Level.room`; all ranks open it when they first ask."""
-        steps = self._open_steps()
-        try:
-            return steps.open_room().place(place, num_elements)
-        except PeerError as error:
-            raise error if capturing() else self.world.fail(error) from None
+            self.check("a collective beside products")
 
     def gather(
         self,
@@ -156,19 +156,15 @@ class PeerTree(Level):
         call: Call,
         out: Tensor | None,
     ) -> Tensor:
-        source = integers(self._operand(part, call))
+        source = self._operand(part, call)
         if len(source) != lengths[self.rank]:
             raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
+        ends = list(itertools.accumulate(lengths, initial=0))
         if out is None:
-            out = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
-        chunk = steps.slot_bytes // part.element_size()
-        starts = [sum(lengths[:r]) for r in range(self.size)]
-        for first in range(0, max(1, *lengths), chunk):
-            sizes = [_clip(length - first, chunk) for length in lengths]
-            steps.stage(source, ((first, 0, sizes[self.rank]),))
-            steps.barrier(_digest(call))
-            pulled = [(0, a + first, n) for a, n in zip(starts, sizes, strict=True)]
-            steps.pull(integers(out), tuple(pulled))
+            out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
+        slices = tuple(zip(ends, ends[1:], strict=False))
+        work = Work(slices, part.element_size(), gather=True)
+        steps.gather(work, source, out, _digest(call, work))
         return out
 
     def finish(
@@ -184,8 +180,6 @@ class PeerTree(Level):
         """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
         OperandError also for roots that are not FP32."""
         call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
-        room = self._open_steps().room
-        call = replace(call, room=-1 if room is None else room.offset(flat))
         return self._guarded(
             call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call, out)
         )
@@ -201,39 +195,61 @@ class PeerTree(Level):
         call: Call,
         out: Tensor | None,
     ) -> Tensor:
-        """A slot holds `[distinct slices, R, width]`; long slices go through it piece by piece."""
+        """One launch for each of the slices that a rank finishes; a rank may have fewer."""
+        source, work = self._roots(flat, cuts, first, dtype, call)
+        own = [stop - start for start, stop in parts[self.rank]]
+        if out is None:
+            out = torch.empty(len(work.programs) * sum(own), dtype=dtype, device=flat.device)
+        out = out.view(len(work.programs), sum(own))
+        for k in range(max(map(len, parts))):
+            slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
+            step = replace(work, slices=slices)
+            steps.reduce(step, source, out, sum(own[:k]), _digest(call, step))
+        return out
+
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `Level.finish_all`, the gather of one chunk beside the finish of the next."""
+        call = call or Call("finish_all", (flat.shape[1],), str(flat.dtype), str(dtype))
+        return self._guarded(
+            call, lambda steps: self._finish_all(steps, flat, cuts, slices, dtype, call, out)
+        )
+
+    def _finish_all(
+        self,
+        steps: PeerSteps,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
+    ) -> Tensor:
+        source, work = self._roots(flat, cuts, 0, dtype, call)
+        two_shot = self.size > 1 and len(set(slices)) > 1
+        work = replace(work, slices=tuple(slices), gather=two_shot)
+        if out is None:
+            out = torch.empty(flat.shape[1], dtype=dtype, device=flat.device)
+        steps.reduce(work, source, out[None], slices[self.rank][0], _digest(call, work))
+        return out
+
+    def _roots(
+        self, flat: Tensor, cuts: Cuts, first: int, dtype: torch.dtype, call: Call
+    ) -> tuple[Tensor, Work]:
+        """The roots in order, and the work but for its slices."""
         if flat.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
             accepted = "FP32 roots, FP32 or BF16 result"
             raise OperandError("dtypes of roots and result", (flat.dtype, dtype), accepted)
-        source, (roots, n) = integers(self._operand(flat, call)), flat.shape
-        ranges = list(dict.fromkeys(part for parts_of in parts for part in parts_of))
-        longest = max(stop - start for start, stop in ranges)
-        most = max(num_roots(cuts, first + rank) for rank in range(self.size))
-        width = steps.row_width(len(ranges) * most, longest)
-        programs = tree_programs(tuple(cuts), first, self.size)
-        own = [(ranges.index(part), part[1] - part[0]) for part in parts[self.rank]]
-        outs = [padded(len(programs), length, flat.device, dtype) for _, length in own]
-        if out is not None and len(outs) == 1 and outs[0].numel() == out.numel():
-            outs = [out.view(outs[0].shape)]
-        in_place = call.room >= 0 and all(start % UNIT == 0 for start, _ in ranges)
-        if in_place:  # nothing to stage: peers read the roots where the product made them
-            steps.barrier(_digest(call))
-            for result, (part, length) in zip(outs, own, strict=True):
-                steps.tree_in_room(result, programs, flat, ranges[part][0], length)
-            if call.row_cuts or len(ranges) == 1:  # else the gather that follows is this barrier
-                steps.barrier(_digest(call))
-        for at in range(0, 0 if in_place else max(1, longest), width):
-            staged = [
-                (r * n + start + at, (j * roots + r) * width, _clip(stop - start - at, width))
-                for j, (start, stop) in enumerate(ranges)
-                for r in range(roots)
-            ]
-            steps.stage(source, tuple(staged))
-            steps.barrier(_digest(call))
-            for result, (part, length) in zip(outs, own, strict=True):
-                steps.tree(result, programs, part, width, _clip(length - at, width), at)
-        pieces = [result[:, :length] for result, (_, length) in zip(outs, own, strict=True)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        group = tuple(cuts), first, self.size
+        work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
+        return self._operand(flat, call).view(flat.shape), work
 
     def check(self, what: str = "a collective") -> None:
         """Wait for everything asked for. **Raises:** PeerError if a call failed."""
@@ -324,11 +340,7 @@ class PeerTree(Level):
 
 
 @functools.lru_cache(4096)
-def _digest(call: Call) -> int:
-    """62 bits of a call, with bit 62 set: always a 64-bit argument, never 0."""
-    digest = hashlib.sha256(repr(call).encode()).digest()
+def _digest(call: Call, work: Work) -> int:
+    """62 bits of a call and its launch, with bit 62 set: always a 64-bit argument, never 0."""
+    digest = hashlib.sha256(repr((call, work)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62
-
-
-def _clip(length: int, most: int) -> int:
-    return min(max(length, 0), most)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from h3lib.contract import PeerError
 
-GRANULE = 2 << 20  # bytes: an IPC handle stands for whole pages
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 

@@ -34,8 +34,6 @@ class Call:
     result: str = ""
     cuts: tuple[int, ...] = ()
     row_cuts: tuple[int, ...] = ()
-    room: int = -1
-    """Where the roots lie in memory that the level gave for them; -1 is elsewhere."""
 
 
 class Level(abc.ABC):
@@ -52,13 +50,6 @@ class Level(abc.ABC):
         """`run`, which calls collectives of this level, beside what follows if the level can; other
         collectives of the level come after it, as ever."""
         return Later(run())
-
-    def room(self, place: int, num_elements: int) -> Tensor | None:
-        """FP32 memory for roots that `finish` need not copy; None if there is not as much.
-
-        Every rank asks for the same. Place 0 or 1 may be written again once the collective of what
-        it held is joined."""
-        return None
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
@@ -96,6 +87,38 @@ class Level(abc.ABC):
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
+
+
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The root over all leaves on every rank of a group that owns them all: `[R, n]` to `[n]`.
+
+        Rank r finishes `slices[r]`, then they are gathered, unless each has finished everything.
+        `out` as `finish`.
+
+        **Order:**, **Rounds:**, **Raises:** as `finish`.
+        """
+        part = self.finish(flat, cuts, 0, [[piece] for piece in slices], dtype, call)[0]
+        return self.gather_slices(part, slices, call, out)
+
+    def gather_slices(
+        self,
+        part: Tensor,
+        slices: Sequence[Slice],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """All elements from the slices of the ranks; nothing moves if each has them all."""
+        if self.size > 1 and len(set(slices)) == 1:
+            return part if out is None else out.copy_(part)
+        return self.gather(part, [stop - start for start, stop in slices], call, out)
 
 
 class Transport(Level):

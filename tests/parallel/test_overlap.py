@@ -14,7 +14,6 @@ from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import (
     AS_SUITS,
     IN_TURN,
-    MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     ROW_TILE,
     Chunks,
@@ -31,23 +30,18 @@ CUTS, ROW_CUTS = [0, 2, 4, 6, 8], [0, 0, 7, 30, 61]
 
 
 class LateLevel(ThreadTransport):
-    """A level whose collectives run as late as they may: when they are joined, or before the next
-    of their kind."""
+    """A level whose collectives run as late as they may: when they are joined."""
 
     overlaps = True
 
     def __init__(self, group, rank: int):
         super().__init__(group, rank)
-        self.places = torch.full((2, ROWS * WIDTH), torch.nan)
         self.waiting: list[LateResult] = []
 
     def later(self, run) -> Later:
         result = LateResult(self, run)
         self.waiting.append(result)
         return result
-
-    def room(self, place: int, num_elements: int) -> torch.Tensor | None:
-        return self.places[place, :num_elements]
 
 
 class LateResult(Later):
@@ -73,9 +67,8 @@ def play(function) -> list:
 
 
 def known(roots: torch.Tensor) -> RowProduct:
-    def make(rows: range, out: torch.Tensor | None) -> torch.Tensor:
-        part = roots[:, rows.start : rows.stop]
-        return part.clone() if out is None else out.copy_(part)
+    def make(ranges) -> torch.Tensor:
+        return torch.cat([roots[:, rows.start : rows.stop] for rows in ranges], dim=1)
 
     return RowProduct(*roots.shape[1:], 1, make)
 
@@ -84,7 +77,6 @@ def known(roots: torch.Tensor) -> RowProduct:
 @pytest.mark.parametrize("row_cuts", (None, ROW_CUTS))
 @pytest.mark.parametrize("cuts", (CUTS, [0, 1, 4, 7, 8]), ids=("one root", "several roots"))
 def test_chunks_give_the_tree_with_the_latest_of_levels(cuts, row_cuts, length):
-    """Roots of a chunk are written where those of an earlier one were: only after its sum."""
     leaves = normal(0, 8, ROWS, WIDTH, dtype=F32)
     root = torch.from_numpy(tree_of(leaves.numpy()))
 
@@ -132,15 +124,14 @@ class Overlapping:
     st.sampled_from((448, 3584, 14336)),
     st.sampled_from((2, 8)),
 )
-def test_chunks_shrink_and_fit_into_their_room(num_rows, width, depth, size):
+def test_chunks_shrink_and_end_row_tiles(num_rows, width, depth, size):
     collective = Overlapping()
     collective.size = size
     product = RowProduct(num_rows, width, depth, None)
     weights = AS_SUITS.weights(product, collective)
     pieces = AS_SUITS.cut(range(num_rows), weights)
     assert [row for piece in pieces for row in piece] == list(range(num_rows))
-    assert abs(sum(weights) - 1) < 1e-9
-    assert all(4 * len(piece) * width <= MAX_CHUNK_BYTES for piece in pieces)
+    assert weights == sorted(weights, reverse=True)
     assert all(piece.stop % ROW_TILE == 0 for piece in pieces[:-1])
     assert 4 * num_rows * width >= 2 * MIN_CHUNK_BYTES or len(pieces) == 1
     assert IN_TURN.weights(product, collective) == [1.0]

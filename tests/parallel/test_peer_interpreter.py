@@ -76,7 +76,7 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
         rows, cuts = [0, 0, 7, 8, 61], CUTS["uneven"]
         roots = roots_of(leaves_of(3, 8, 61, 5), cuts, rank)
         found[f"{name} rows"] = collective.reduce_scatter_rows(roots, cuts, rows, F32)
-        for label in ("uneven", "units"):  # with one root a rank, roots are made in shared memory
+        for label in ("uneven", "units"):
             roots = roots_of(leaves_of(5, 8, 61, 8), CUTS[label], rank)
             for row_cuts in (None, rows):
                 for length in (61, 13):
@@ -92,9 +92,8 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
 
 
 def in_chunks(collective, roots, cuts, row_cuts, length: int) -> torch.Tensor:
-    def make(rows: range, out: torch.Tensor | None) -> torch.Tensor:
-        part = roots[:, rows.start : rows.stop]
-        return part.clone() if out is None else out.copy_(part)
+    def make(ranges) -> torch.Tensor:
+        return torch.cat([roots[:, rows.start : rows.stop] for rows in ranges], dim=1)
 
     product = RowProduct(*roots.shape[1:], 1, make)
     return reduce_product(collective, product, cuts, F32, row_cuts, chunks=Chunks(length))
@@ -125,9 +124,11 @@ class Peers:
 
     def open(self, ranks=WHOLE):
         from h3lib.parallel.peer import PeerTree
+        from h3lib.parallel.peer_plan import Shape
 
         control = self.world.connect(ranks, self.world.rank)
-        tree = PeerTree(control, self.capacity_bytes, driver=self.driver)
+        shape = Shape(channels=3, pieces=2, grain=16)
+        tree = PeerTree(control, self.capacity_bytes, driver=self.driver, shape=shape)
         self.trees.append(tree)
         return tree
 
@@ -152,7 +153,7 @@ def bits(folder: Path, rank: int) -> dict:
         tree, cuts = peers.open(), CUTS["uneven"]
         roots = roots_of(leaves_of(1, 8, 101), cuts, rank)
         TreeCollective(tree).all_reduce(roots, cuts, BF16)
-        found[f"{capacity} links"] = tree.bytes_read, link_bytes(tree, cuts, 101)[rank]
+        found[f"{capacity} links"] = tree.bytes_sent, link_bytes(tree, cuts, 101)[rank]
         found |= {f"{capacity} {key}": value for key, value in values.items()}
         found[f"{capacity} left"] = peers.close()
     return found
@@ -270,13 +271,16 @@ def test_bits_are_those_of_threads_in_every_size_and_piece(ranks):
                 assert "observed" not in key or got
 
 
-def test_bytes_read_from_every_peer_are_those_of_the_closed_form(ranks):
-    """R is 1, 2, 2, 1. One-shot: 4 R n from each; two-shot: 4 R |own slice| + 2 |its slice|."""
+def test_bytes_sent_to_every_peer_are_those_of_the_closed_form(ranks):
+    """R is 1, 2, 2, 1. One-shot: 4 R n to each peer; two-shot: 4 R |its slice| + 2 |own slice|."""
     roots, slices = (1, 2, 2, 1), (24, 24, 24, 29)
     for rank, found in enumerate(ranks):
         one_shot, two_shot = (found["bits"][f"{capacity} links"] for capacity in CAPACITIES)
-        assert one_shot[0] == one_shot[1] == [4 * r * 101 for r in roots]
-        expected = [4 * r * slices[rank] + 2 * s for r, s in zip(roots, slices, strict=True)]
+        expected = [4 * roots[rank] * 101] * SIZE
+        expected[rank] = 0
+        assert one_shot[0] == one_shot[1] == expected
+        expected = [4 * roots[rank] * slices[peer] + 2 * slices[rank] for peer in range(SIZE)]
+        expected[rank] = 0
         assert two_shot[0] == two_shot[1] == expected
 
 
