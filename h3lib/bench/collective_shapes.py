@@ -26,15 +26,14 @@ _USUAL = Shape()
 SHAPES = (
     _USUAL,
     *(replace(_USUAL, channels=n) for n in (64, 132, 264, 528) if n != _USUAL.channels),
-    *(replace(_USUAL, pieces=n) for n in (1, 2, 4, 8) if n != _USUAL.pieces),
+    *(replace(_USUAL, pieces=n) for n in (1, 2, 8)),
     *(replace(_USUAL, block_bytes=n) for n in (4096, 8192, 32768)),
-    *(replace(_USUAL, grain=n) for n in (512, 2048, 4096)),
-    *(replace(_USUAL, num_warps=4, channels=n) for n in (264, 528)),
+    replace(_USUAL, num_warps=4, channels=528),
     replace(_USUAL, num_warps=16, channels=64, block_bytes=32768),
     replace(_USUAL, num_warps=16, channels=132, block_bytes=32768),
 )
-SIZES = (1 << 16, 1 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20)  # bytes of FP32 roots
-GRAPH_BYTES = 8 << 20
+SIZES = tuple(m << 20 for m in (8, 32, 128, 512))  # bytes of FP32 roots
+GRAPH_BYTES, WHOLE_BYTES = 8 << 20, 128 << 20  # the other collectives are timed at one size
 
 
 def calls(bench: Bench, collective: TreeCollective, num_bytes: int) -> dict[str, Callable]:
@@ -42,8 +41,8 @@ def calls(bench: Bench, collective: TreeCollective, num_bytes: int) -> dict[str,
     n, size = num_bytes // 4, bench.size
     roots = torch.randn(1, n, device="cuda")
     found = {"all_reduce": lambda: collective.all_reduce(roots, bench.cuts, BF16)}
-    rows = n // COLUMNS // size
-    if rows:
+    if num_bytes == WHOLE_BYTES:
+        rows = n // COLUMNS // size
         cuts = [rows * r for r in range(size + 1)]
         wide = roots[:, : cuts[-1] * COLUMNS].view(1, cuts[-1], COLUMNS)
         part = wide[0, :rows].to(BF16)

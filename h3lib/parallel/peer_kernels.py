@@ -46,9 +46,9 @@ def _at(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def _slot(base, channel, epoch, slot_words, CHANNELS: tl.constexpr):
+def _slot(base, channel, epoch, slot_words, num_pages):
     """The address of a channel's slot of an epoch, in the buffer at `base`."""
-    words = CHANNELS * PAGE_WORDS + (epoch % 2 * CHANNELS + channel) * slot_words
+    words = num_pages * PAGE_WORDS + (epoch % 2 * num_pages + channel) * slot_words
     return base + words * 8
 
 
@@ -77,28 +77,28 @@ def _place(writer, reader):
 
 @triton.jit
 def _push(
-    source, pages, plan, channel, epoch, slot_words, size, stride, begin, width,
-    RANK: tl.constexpr, CHANNELS: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr,
+    source, pages, plan, channel, epoch, slot_words, num_pages, size, stride, begin, width,
+    RANK: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The chunk of every peer's slice, each of this rank's roots; the next rank's first."""
     for row in range(0, (size - 1) * ROOTS):
         peer, root = (RANK + 1 + row // ROOTS) % size, row % ROOTS
         start, length = _piece(plan, peer, begin, width, WIDTH)
-        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, num_pages)
         slot = _at(slot, tl.float32) + (_place(RANK, peer) * MOST + root) * width
         _copy(source + tl.multiple_of(root * stride + start, WIDTH), slot, length, length, BLOCK)
 
 
 @triton.jit
 def _push_part(
-    part, pages, channel, epoch, slot_words, size, width, length,
-    RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    part, pages, channel, epoch, slot_words, num_pages, size, width, length,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A chunk of this rank's part to every peer; the next rank first."""
     for turn in range(1, size):
         peer = (RANK + turn) % size
-        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, CHANNELS)
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, num_pages)
         slot = _at(slot, part.dtype.element_ty) + _place(RANK, peer) * width
         _copy(part, slot, length, length, BLOCK)
 
@@ -144,12 +144,12 @@ def _collect(
 
 
 @triton.jit(do_not_specialize=[
-    "digest", "slot_words", "size", "width_units", "longest", "stride", "out_start", "out_stride"
+    "digest", "num_pages", "slot_words", "size", "width_units", "longest", "stride", "out_start",
+    "out_stride",
 ])  # fmt: skip
 def peer_kernel(
-    source, out, bits, pages, plan, digest, slot_words, size, width_units, longest, stride,
-    out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-    PROGRAM: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr,
+    source, out, bits, pages, plan, digest, num_pages, slot_words, size, width_units, longest,
+    stride, out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAM: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr,
     GATHER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -171,6 +171,7 @@ def peer_kernel(
     channel, channels = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     own = tl.load(pages + RANK)
     heads = tl.load(pages + lane, mask=present, other=0)
+    num_pages = num_pages.to(tl.int64)
     head, page = _at(own, tl.int64), own + channel * (PAGE_WORDS * 8)
     epoch, status = tl.load(_at(page, tl.int64) + EPOCH), tl.load(head + STATUS)
     timeout_ns = tl.load(head + TIMEOUT_NS)
@@ -184,11 +185,11 @@ def peer_kernel(
         epoch += 1
         if status == 0:
             if ROOTS > 0:
-                _push(source, pages, plan, channel, epoch, slot_words, size, stride, begin, width,
-                      RANK, CHANNELS, ROOTS, MOST, WIDTH, BLOCK)  # fmt: skip
+                _push(source, pages, plan, channel, epoch, slot_words, num_pages, size, stride,
+                      begin, width, RANK, ROOTS, MOST, WIDTH, BLOCK)  # fmt: skip
             if len(PROGRAM) == 0:
-                _push_part(source + begin, pages, channel, epoch, slot_words, size, width, length,
-                           RANK, CHANNELS, OUT_BLOCK)  # fmt: skip
+                _push_part(source + begin, pages, channel, epoch, slot_words, num_pages, size,
+                           width, length, RANK, OUT_BLOCK)  # fmt: skip
         tl.debug_barrier()
         if status == 0:
             announce(heads + channel * (PAGE_WORDS * 8), RANK, epoch, digest, present)
@@ -198,12 +199,12 @@ def peer_kernel(
                 tell(heads, RANK, status, present)
         tl.debug_barrier()
         readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
-        slot = _slot(own, channel, epoch, slot_words, CHANNELS)
+        slot = _slot(own, channel, epoch, slot_words, num_pages)
         if len(PROGRAM) > 0:
             kept = ()
             for turn_of in tl.static_range(1, SIZE if LAG else 1):
                 peer = (RANK + turn_of) % SIZE
-                there = _slot(tl.load(pages + peer), channel, epoch + 1, slot_words, CHANNELS)
+                there = _slot(tl.load(pages + peer), channel, epoch + 1, slot_words, num_pages)
                 there = _at(there + OFFSET * width * 4, out.dtype.element_ty)
                 kept = kept + (there + _place(RANK, peer) * width,)
             _tree(source + start, _at(slot, tl.float32), out + tl.multiple_of(

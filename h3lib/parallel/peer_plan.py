@@ -22,23 +22,23 @@ Program = tuple[tuple[int, int], ...]
 class Shape:
     """How a collective fills the GPU; the same on every rank of a group, and never in the bits."""
 
-    channels: int = 528
-    """Programs at most: four a multiprocessor of an H200. Beside a product, fewer."""
+    channels: int = 264
+    """Programs at most: two a multiprocessor of an H200. Beside a product, fewer."""
     pieces: int = 4
     """Chunks a channel takes of a large message: it stages one while others use the links."""
-    grain: int = 1024
-    """Elements: a chunk is a multiple, but where a slot has no room for one."""
+    grain_bytes: int = 4096
+    """A chunk is a multiple, but where a slot has no room for one."""
     num_warps: int = 8
     block_bytes: int = 16384
     """What a program loads before it uses it."""
 
-    def chunk(self, longest: int, room: int) -> int:
+    def chunk(self, longest: int, item: int, room: int) -> int:
         """Elements of a chunk of slices of at most `longest`, where a slot has `room` for so many.
 
         0 if not even the smallest fits."""
-        grains = max(1, -(-longest // (self.channels * self.pieces * self.grain)))
-        fit = room // self.grain * self.grain or room // _CHUNK_UNIT * _CHUNK_UNIT
-        return min(grains * self.grain, fit)
+        grain = self.grain_bytes // item
+        grains = max(1, -(-longest // (self.channels * self.pieces * grain)))
+        return min(grains * grain, room // grain * grain or room // _CHUNK_UNIT * _CHUNK_UNIT)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, width: int) -> Pl
     """**Raises:** OperandError if a slot has no room for the smallest chunk."""
     writers, most = len(work.slices) - 1, max(work.roots, default=0)
     row_bytes = writers * (4 * most + work.gather * work.item)
-    chunk = shape.chunk(work.longest, slot_bytes // max(1, row_bytes))
+    item = 4 if work.programs else work.item
+    chunk = shape.chunk(work.longest, item, slot_bytes // max(1, row_bytes))
     if not chunk:
         accepted = f"at most {slot_bytes // _CHUNK_UNIT}"
         raise OperandError("bytes of a slot for one element", row_bytes, accepted)
@@ -95,7 +96,7 @@ def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, width: int) -> Pl
     block = _power(shape.block_bytes // 4)
     blocks = block, _power(2 * block // max(2, loads)), _power(shape.block_bytes // work.item)
     constants = (
-        rank, len(work.slices), shape.channels, program, work.roots[rank] if work.roots else 0,
+        rank, len(work.slices), program, work.roots[rank] if work.roots else 0,
         most, writers * most, work.gather, width,
         *(min(number, _power(chunk)) for number in blocks), 32 * shape.num_warps, UNIT,
     )  # fmt: skip

@@ -106,7 +106,7 @@ class PeerSteps:
             self.bytes_sent[peer] += count
         operands = (
             source, out, integers(out), self.pages, self._on_device(work.slices), digest,
-            self.slot_words, self.size, launch.chunk // UNIT, work.longest, *strides,
+            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest, *strides,
             *launch.constants,
         )  # fmt: skip
         options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}

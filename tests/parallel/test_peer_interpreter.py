@@ -127,7 +127,7 @@ class Peers:
         from h3lib.parallel.peer_plan import Shape
 
         control = self.world.connect(ranks, self.world.rank)
-        shape = Shape(channels=3, pieces=2, grain=16)
+        shape = Shape(channels=3, pieces=2, grain_bytes=64)
         tree = PeerTree(control, self.capacity_bytes, driver=self.driver, shape=shape)
         self.trees.append(tree)
         return tree
