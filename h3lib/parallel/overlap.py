@@ -134,12 +134,13 @@ def reduce_product(
             run = partial(
                 collective.reduce_scatter_rows, roots, leaf_cuts, cuts, dtype, **options
             )
-        if out is None:
-            return run()
-        results.append(collective.later(run))
+        if ranges is pieces[-1]:  # nothing is left to run beside it
+            last = run()
+        else:
+            results.append(collective.later(run))
     for result in results:
         result.value()
-    return out
+    return last if out is None else out
 
 
 def _shifted(observe: Observe | None, by: int) -> Observe | None:

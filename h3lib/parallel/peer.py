@@ -30,7 +30,7 @@ from h3lib.ops.hopper.compat import require_triton
 from h3lib.parallel.gloo import GlooTransport, check_same
 from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
-from h3lib.parallel.peer_lane import Lane
+from h3lib.parallel.peer_lane import LANE_CHANNELS, Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
 from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
 from h3lib.parallel.peer_steps import PeerSteps, capturing
@@ -131,8 +131,12 @@ class PeerTree(Level):
         """As `Level.later`, on a stream of its own; `checked` calls are checked by `value`."""
         if not self.overlaps:
             return super().later(run)
-        self._lane = self._lane or Lane(self._settle)
-        return self._lane.later(run)
+        self._lane, steps = self._lane or Lane(self._settle), self._open_steps()
+        steps.channels = min(LANE_CHANNELS, self.shape.channels)
+        try:
+            return self._lane.later(run)
+        finally:
+            steps.channels = self.shape.channels
 
     def _settle(self) -> None:
         if self.checked and not capturing():

@@ -19,6 +19,7 @@ from h3lib.ops.backend import BESIDE
 from h3lib.parallel.later import Later
 
 LANE_MULTIPROCESSORS = 16
+LANE_CHANNELS = 32  # two programs of a collective fit on a multiprocessor
 _FIRST = -1  # priority
 
 

@@ -30,18 +30,30 @@ CUTS, ROW_CUTS = [0, 2, 4, 6, 8], [0, 0, 7, 30, 61]
 
 
 class LateLevel(ThreadTransport):
-    """A level whose collectives run as late as they may: when they are joined."""
+    """A level whose collectives run as late as they may: when one is joined, or asked for now."""
 
     overlaps = True
 
     def __init__(self, group, rank: int):
         super().__init__(group, rank)
         self.waiting: list[LateResult] = []
+        self.busy = False
 
     def later(self, run) -> Later:
         result = LateResult(self, run)
         self.waiting.append(result)
         return result
+
+    def exchange(self, *arguments) -> list[torch.Tensor]:
+        self.finish_waiting()
+        return super().exchange(*arguments)
+
+    def finish_waiting(self) -> None:
+        while self.waiting and not self.busy:
+            first = self.waiting.pop(0)
+            self.busy = True
+            first._result = first.run()
+            self.busy = False
 
 
 class LateResult(Later):
@@ -50,9 +62,7 @@ class LateResult(Later):
         self.level, self.run = level, run
 
     def join(self) -> None:
-        while self in self.level.waiting:
-            first = self.level.waiting.pop(0)
-            first._result = first.run()
+        self.level.finish_waiting()
 
 
 def play(function) -> list:
