@@ -199,12 +199,8 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         "--transport",
         help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
     )
-    parser.add_argument(
-        "--chunk-rows",
-        type=int,
-        metavar="N",
-        help="rows of a product that are summed at a time, beside the product of the next",
-    )
+    rows = "rows of a product that are summed at a time, beside the next ones' product"
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help=rows)
     parser.add_argument(
         "--launcher",
         default="local",
@@ -222,6 +218,13 @@ def _add_faults(commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="injections at a time; as many as the processors carry if left out",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     parser.set_defaults(main=_faults)
 
@@ -235,7 +238,7 @@ def _faults(options: argparse.Namespace) -> int:
         if options.device == "cuda":
             require_cuda()
         return run_faults(
-            options.count, options.seed, options.out, options.device, options.ranks
+            options.count, options.seed, options.out, options.device, options.ranks, options.jobs
         )
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ slices (all-reduce) or leaves them (reduce-scatter). The layout moves roots; it 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,12 +30,24 @@ Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
 
 
+def _heard(method: Callable) -> Callable:
+    """A collective: its peers hear of what this rank alone refuses, or has no memory for."""
+
+    @functools.wraps(method)
+    def run(self: Collective, *arguments, **options) -> Tensor:
+        with self.level.heard(method.__name__):
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class Collective(abc.ABC):
     """One mesh axis seen from one rank. `cuts` of n ranks has n + 1 entries: rank r owns
-    [cuts[r], cuts[r + 1])."""
+    [cuts[r], cuts[r + 1]). `level` is one of its levels."""
 
     rank: int
     size: int
+    level: Level
     overlaps = False
     """As `Level.overlaps`."""
 
@@ -42,6 +55,7 @@ class Collective(abc.ABC):
         """`run`, which calls this collective, beside what follows if the level can."""
         return Later(run())
 
+    @_heard
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
 
@@ -50,6 +64,7 @@ class Collective(abc.ABC):
         shape = (cuts[-1] - cuts[0], *x.shape[1:])
         return self._gather_rows(x, cuts, Call("all_gather_rows", shape, str(x.dtype)))
 
+    @_heard
     def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
         call = Call(
@@ -69,6 +84,7 @@ class Collective(abc.ABC):
         flat = self._gather(x.reshape(-1), [c * row for c in cuts], call)
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
 
+    @_heard
     def all_reduce(
         self,
         roots: Tensor,
@@ -95,6 +111,7 @@ class Collective(abc.ABC):
             result = self._gather_slices(part, slices, call, flat_out)
         return result.view(roots.shape[1:])
 
+    @_heard
     def reduce_scatter_rows(
         self,
         roots: Tensor,
@@ -194,7 +211,8 @@ class TreeCollective(Collective):
     """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
 
     def __init__(self, transport: Level):
-        self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.transport = self.level = transport
+        self.rank, self.size = transport.rank, transport.size
         self.overlaps = transport.overlaps
 
     def later(self, run: Callable[[], Tensor]) -> Later:

@@ -23,6 +23,7 @@ class HierarchicalCollective(Collective):
 
     def __init__(self, local: Level, nodes: Level):
         self.local, self.nodes = local, nodes
+        self.level = local
         self.size = local.size * nodes.size
         self.rank = nodes.rank * local.size + local.rank
 

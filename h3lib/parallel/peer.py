@@ -14,6 +14,7 @@ NVLink multicast (multimem, NVLS) is not used: it adds in the switch, in an orde
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from h3lib.contract import CONTRACT_ID, OperandError, PeerError
 from h3lib.ops.hopper.compat import require_triton
+from h3lib.parallel.agreement import check_calls
 from h3lib.parallel.gloo import GlooTransport, check_same
 from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
@@ -40,7 +42,6 @@ from h3lib.parallel.transport import (
     Cuts,
     Level,
     Slice,
-    check_calls,
 )
 
 CAPACITY_BYTES = 64 << 20  # of a slot of all channels; there are two
@@ -75,13 +76,14 @@ class PeerTree(Level):
         self.control, self.world, self.checked = control, control.world, checked
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
-        self._stream, self._steps, self.shape = None, None, shape or Shape()
+        self._stream, self._steps, self._calls = None, None, {}
+        self.shape = shape or Shape()
         self._lane: Lane | None = None
-        require_triton(triton.__version__)
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
             check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
+            require_triton(triton.__version__)  # the same on every rank, so all refuse it
             self._steps = PeerSteps(
                 control, capacity_bytes, self.timeout_s, driver or CudaDriver(), self.shape
             )
@@ -102,19 +104,25 @@ class PeerTree(Level):
         }
 
     def close(self) -> None:
-        """Unmap and free. Collective while the world is well, so that nobody reads freed memory."""
+        """Unmap and free. Collective while the world is well, so that nobody frees what a peer has
+        mapped; after a failure as `SharedBuffers.release`. Graphs of this group end with it.
+
+        **Raises:** PeerError if a peer, or this GPU, fails now; the memory is let go all the same.
+        """
         if self._steps is None:
             return
+        steps, self._steps = self._steps, None
+        well = self.world.error is None
         try:
-            self._steps.synchronize()
-            if self.world.error is None:
-                self.control.gather_objects(None)
-        except RuntimeError:
-            if self.world.error is None:
-                raise
-        finally:
-            self._steps.buffers.release()
-            self._steps = None
+            steps.synchronize()
+        except RuntimeError as error:  # of CUDA
+            self.world.fail_here("the end of a group", str(error).splitlines()[0], "no CUDA error")
+        steps.buffers.release()
+        if well and self.world.error is not None:
+            raise self.world.error
+
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.control.heard(what)
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -150,26 +158,19 @@ class PeerTree(Level):
         out: Tensor | None = None,
     ) -> Tensor:
         call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))
-        return self._guarded(call, lambda steps: self._gather(steps, part, lengths, call, out))
 
-    def _gather(
-        self,
-        steps: PeerSteps,
-        part: Tensor,
-        lengths: Sequence[int],
-        call: Call,
-        out: Tensor | None,
-    ) -> Tensor:
-        source = self._operand(part, call)
-        if len(source) != lengths[self.rank]:
-            raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
-        ends = list(itertools.accumulate(lengths, initial=0))
-        if out is None:
-            out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
-        slices = tuple(zip(ends, ends[1:], strict=False))
-        work = Work(slices, part.element_size(), gather=True)
-        steps.gather(work, source, out, _digest(call, work))
-        return out
+        def run(steps: PeerSteps) -> Tensor:
+            source = self._operand(part, call)
+            if len(source) != lengths[self.rank]:
+                raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
+            ends = list(itertools.accumulate(lengths, initial=0))
+            whole = part.new_empty(ends[-1]) if out is None else out
+            slices = tuple(zip(ends, ends[1:], strict=False))
+            work = Work(slices, part.element_size(), gather=True)
+            steps.gather(work, source, whole, self._named(call, work))
+            return whole
+
+        return self._guarded(call, run)
 
     def finish(
         self,
@@ -184,32 +185,20 @@ class PeerTree(Level):
         """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
         OperandError also for roots that are not FP32."""
         call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
-        return self._guarded(
-            call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call, out)
-        )
 
-    def _finish(
-        self,
-        steps: PeerSteps,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None,
-    ) -> Tensor:
-        """One launch for each of the slices that a rank finishes; a rank may have fewer."""
-        source, work = self._roots(flat, cuts, first, dtype, call)
-        own = [stop - start for start, stop in parts[self.rank]]
-        if out is None:
-            out = torch.empty(len(work.programs) * sum(own), dtype=dtype, device=flat.device)
-        out = out.view(len(work.programs), sum(own))
-        for k in range(max(map(len, parts))):
-            slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
-            step = replace(work, slices=slices)
-            steps.reduce(step, source, out, sum(own[:k]), _digest(call, step))
-        return out
+        def run(steps: PeerSteps) -> Tensor:
+            """One launch for each of the slices that a rank finishes; a rank may have fewer."""
+            source, work = self._roots(flat, cuts, first, dtype, call)
+            own = [stop - start for start, stop in parts[self.rank]]
+            shape = len(work.programs), sum(own)
+            found = flat.new_empty(shape, dtype=dtype) if out is None else out.view(shape)
+            for k in range(max(map(len, parts))):
+                slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
+                step = replace(work, slices=slices)
+                steps.reduce(step, source, found, sum(own[:k]), self._named(call, step))
+            return found
+
+        return self._guarded(call, run)
 
     def finish_all(
         self,
@@ -222,27 +211,16 @@ class PeerTree(Level):
     ) -> Tensor:
         """As `Level.finish_all`, the gather of one chunk beside the finish of the next."""
         call = call or Call("finish_all", (flat.shape[1],), str(flat.dtype), str(dtype))
-        return self._guarded(
-            call, lambda steps: self._finish_all(steps, flat, cuts, slices, dtype, call, out)
-        )
 
-    def _finish_all(
-        self,
-        steps: PeerSteps,
-        flat: Tensor,
-        cuts: Cuts,
-        slices: Sequence[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None,
-    ) -> Tensor:
-        source, work = self._roots(flat, cuts, 0, dtype, call)
-        two_shot = self.size > 1 and len(set(slices)) > 1
-        work = replace(work, slices=tuple(slices), gather=two_shot)
-        if out is None:
-            out = torch.empty(flat.shape[1], dtype=dtype, device=flat.device)
-        steps.reduce(work, source, out[None], slices[self.rank][0], _digest(call, work))
-        return out
+        def run(steps: PeerSteps) -> Tensor:
+            source, work = self._roots(flat, cuts, 0, dtype, call)
+            two_shot = self.size > 1 and len(set(slices)) > 1
+            work = replace(work, slices=tuple(slices), gather=two_shot)
+            total = flat.new_empty(flat.shape[1], dtype=dtype) if out is None else out
+            steps.reduce(work, source, total[None], slices[self.rank][0], self._named(call, work))
+            return total
+
+        return self._guarded(call, run)
 
     def _roots(
         self, flat: Tensor, cuts: Cuts, first: int, dtype: torch.dtype, call: Call
@@ -254,6 +232,12 @@ class PeerTree(Level):
         group = tuple(cuts), first, self.size
         work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
         return self._operand(flat, call).view(flat.shape), work
+
+    def _named(self, call: Call, work: Work) -> int:
+        """The digest of a call, by which its name is found again if it fails."""
+        digest = _digest(call, work)
+        self._calls[digest] = call
+        return digest
 
     def check(self, what: str = "a collective") -> None:
         """Wait for everything asked for. **Raises:** PeerError if a call failed."""
@@ -268,14 +252,9 @@ class PeerTree(Level):
 
     def _guarded(self, call: Call, run: Callable[[PeerSteps], Tensor]) -> Tensor:
         """A collective to its checked end; what this rank alone refuses, its peers hear of."""
-        steps, subject = self._open_steps(), f"rank {self.world.rank} in {call.name}"
-        try:
+        steps = self._open_steps()
+        with self.heard(call.name):
             result = run(steps)
-        except torch.OutOfMemoryError as error:
-            raise self.world.fail(PeerError(subject, "out of memory", "memory")) from error
-        except OperandError as error:
-            self.world.fail(PeerError(subject, str(error), "an operand of the group's call"))
-            raise
         home = self._lane and self._lane.home
         if home is not None:  # checked when its value is asked for
             result.record_stream(home)
@@ -302,11 +281,10 @@ class PeerTree(Level):
             self._watch(steps)
             kind, named = steps.status
         except RuntimeError as error:  # of CUDA: this rank is the one that failed
-            subject = f"rank {self.world.rank} in {call.name}"
             cause = str(error).splitlines()[0]
-            raise self.world.fail(PeerError(subject, cause, "no CUDA error")) from error
+            raise self.world.fail_here(call.name, cause, "no CUDA error") from error
         if kind:
-            raise self.world.fail(self._failure(call, kind, named))
+            raise self.world.fail(self._failure(steps, call, kind, named))
 
     def _watch(self, steps: PeerSteps) -> None:
         """Wait for the stream; not for a peer whose process has ended, or after a verdict."""
@@ -327,14 +305,16 @@ class PeerTree(Level):
     def _ended(self, rank: int) -> bool:
         return rank != self.world.rank and self.world.members.ended(rank)
 
-    def _failure(self, call: Call, kind: int, named: list[int]) -> PeerError:
-        """What the kernels' status means, as far as this rank can tell."""
+    def _failure(self, steps: PeerSteps, call: Call, kind: int, named: list[int]) -> PeerError:
+        """What the kernels' status means, as far as this rank can tell. In a graph, the call that
+        failed is the one whose digest was announced last."""
         if kind == _TOLD:
             return PeerError(f"peers in {call.name}", "a failure", "an answer")
         ranks = [self.control.ranks[place] for place in named]
         if kind == DISAGREES.value:
             try:
-                check_calls(self.control.gather_objects(call), self.control.ranks)
+                mine = self._calls.get(steps.announced, call)
+                check_calls(self.control.gather_objects(mine), self.control.ranks)
             except PeerError as error:
                 return error
             return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)

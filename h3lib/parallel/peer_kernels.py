@@ -149,9 +149,10 @@ def _collect(
 ])  # fmt: skip
 def peer_kernel(
     source, out, bits, pages, plan, digest, num_pages, slot_words, size, width_units, longest,
-    stride, out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAM: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr,
-    GATHER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    stride, out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAM: tl.constexpr,
+    ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr,
+    LANES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """A collective: reduce-scatter (PROGRAM alone), all-gather (GATHER alone), all-reduce (both).
 

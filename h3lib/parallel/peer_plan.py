@@ -60,10 +60,8 @@ class Work:
         return max(stop - start for start, stop in self.slices)
 
     def bytes_sent(self, rank: int) -> list[int]:
-        """What `rank` writes into the memory of each rank: 4 R |its slice|, and |own slice| rounded.
-
-        Nothing into its own.
-        """
+        """What `rank` writes into the memory of a peer: 4 R |its slice|, and |own slice| rounded;
+        nothing into its own."""
         own = (self.slices[rank][1] - self.slices[rank][0]) * self.item * self.gather
         roots = 4 * self.roots[rank] if self.roots else 0
         sent = [roots * (stop - start) + own for start, stop in self.slices]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,16 @@ from h3lib.ops.hopper.launch import Launch
 from h3lib.parallel.peer_kernels import UNIT, peer_kernel
 from h3lib.parallel.peer_memory import Driver, SharedBuffers
 from h3lib.parallel.peer_plan import Shape, Work, plan
-from h3lib.parallel.peer_sync import ABORTS, PAGE_WORDS, RANK, STATUS, TIMEOUT_NS
+from h3lib.parallel.peer_sync import (
+    ABORTS,
+    DIGESTS,
+    EPOCHS,
+    MAX_PEERS,
+    PAGE_WORDS,
+    RANK,
+    STATUS,
+    TIMEOUT_NS,
+)
 from h3lib.parallel.transport import Slice
 
 _GRANULE = 2 << 20  # an IPC handle stands for whole pages of 2 MiB
@@ -41,24 +51,35 @@ class PeerSteps:
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
         self._slices: dict[tuple[Slice, ...], Tensor] = {}
         self._side, self.bytes_sent = None, [0] * self.size
+        self._agree(lambda: self._write_page(timeout_s))
+        self._agree(self._check_mapping)
+
+    def _agree(self, step: Callable[[], None]) -> None:
+        """One step of opening, collective. **Raises:** PeerError on every rank if it fails on one;
+        then nothing is mapped."""
+        failure = None
+        try:
+            step()
+        except RuntimeError as error:  # PeerError, or of CUDA
+            cause = str(error).splitlines()[0]
+            name = self.control.ranks[self.rank]
+            failure = f"shared memory of rank {name}", PeerError("first use", cause, "no error")
+        self.buffers.agree(failure)
+
+    def _write_page(self, timeout_s: float) -> None:
         addresses = self.buffers.addresses
-        self.page = driver.words(addresses[self.rank], PAGE_WORDS.value)
+        self.page = self.driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
         self.page[RANK.value] = self.rank
         self.page[TIMEOUT_NS.value] = int(timeout_s * 1e9)
         self.synchronize()
-        self._check_mapping()
 
     def _check_mapping(self) -> None:
         """Every rank finds every rank where it looks for it."""
-        self.control.gather_objects(None)
         pages = [self.driver.words(a, PAGE_WORDS.value) for a in self.buffers.addresses]
-        found = self.control.gather_objects([int(page[RANK.value]) for page in pages])
-        for rank, ranks in enumerate(found):
-            if ranks != list(range(self.size)):
-                self.buffers.release()
-                subject = f"ranks that rank {rank} of the group finds in the shared buffers"
-                raise PeerError(subject, ranks, list(range(self.size)))
+        found = [int(page[RANK.value]) for page in pages]
+        if found != list(range(self.size)):
+            raise PeerError("ranks found in the buffers", found, list(range(self.size)))
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +92,12 @@ class PeerSteps:
         Waits for the current stream."""
         status = int(self.page[STATUS.value])
         return status >> 32, [rank for rank in range(self.size) if status >> rank & 1]
+
+    @property
+    def announced(self) -> int:
+        """The digest that this rank announced last, in a graph too."""
+        epoch = int(self.page[EPOCHS.value + self.rank])
+        return int(self.page[DIGESTS.value + epoch % 2 * MAX_PEERS.value + self.rank])
 
     def gather(self, work: Work, part: Tensor, out: Tensor, digest: int) -> None:
         """Every rank's part, its slice of `out`; both flat."""
@@ -106,8 +133,8 @@ class PeerSteps:
             self.bytes_sent[peer] += count
         operands = (
             source, out, integers(out), self.pages, self._on_device(work.slices), digest,
-            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest, *strides,
-            *launch.constants,
+            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest,
+            *strides, *launch.constants,
         )  # fmt: skip
         options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}
         Launch(peer_kernel, operands, options, launch.grid).start()

@@ -8,32 +8,20 @@ adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an ex
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import PeerError, subtree_roots
 from h3lib.ops.tree import root_nodes, tree_sum
+from h3lib.parallel.agreement import Call, Shape, check_calls, check_exchange
 from h3lib.parallel.later import Later
 
 Cuts = Sequence[int]
-Shape = tuple[int, ...]
 Slice = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What every rank of a group must have asked for alike; `shape` and `cuts` are global."""
-
-    name: str
-    shape: Shape = ()
-    dtype: str = ""
-    result: str = ""
-    cuts: tuple[int, ...] = ()
-    row_cuts: tuple[int, ...] = ()
 
 
 class Level(abc.ABC):
@@ -54,6 +42,11 @@ class Level(abc.ABC):
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
         return even_slices(num_elements, self.size, self.unit)
+
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Where this rank may run out of memory or refuse an operand: peers in other processes hear
+        of it. **Raises:** PeerError for the memory, OperandError as it was."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def gather(
@@ -197,52 +190,6 @@ def even_slices(num_elements: int, num_slices: int, unit: int = 1) -> list[Slice
     units = -(-num_elements // unit)
     cuts = [min(units * i // num_slices * unit, num_elements) for i in range(num_slices + 1)]
     return list(zip(cuts[:-1], cuts[1:], strict=True))
-
-
-def check_calls(calls: Sequence[Call | None], ranks: Sequence[int] | None = None) -> None:
-    """**Raises:** PeerError for the first rank whose call is not that of the group's first.
-
-    `ranks` are the global ranks of the group, for the message. Every rank evaluates the same list,
-    so every rank raises the same error.
-    """
-    names = [call and call.name for call in calls]
-    first, *rest = _names(ranks, len(calls))
-    for rank, name, call in zip(rest, names[1:], calls[1:], strict=True):
-        if call == calls[0]:
-            continue
-        if name != names[0]:
-            raise PeerError(f"collective on {rank}", name, f"{names[0]!r} as on {first}")
-        for field in fields(Call):
-            here, there = getattr(calls[0], field.name), getattr(call, field.name)
-            if here != there:
-                subject = f"{field.name} of {name} on {rank}"
-                raise PeerError(subject, there, f"{here!r} as on {first}")
-
-
-def check_exchange(
-    sent: list[list[tuple]], expected: list[list[Shape]], ranks: Sequence[int] | None = None
-) -> None:
-    """**Raises:** PeerError for the first (source, destination) whose tensors do not agree.
-
-    `sent[s][d]` is (shape, dtype) of what s sends to d; `expected[d][s]` the shape d expects.
-    Every rank evaluates the same tables, so every rank raises the same error.
-    """
-    names = _names(ranks, len(sent))
-    dtypes = {entry[1] for row in sent for entry in row}
-    if len(dtypes) > 1:
-        raise PeerError("dtypes of one exchange", sorted(dtypes), "one dtype on every rank")
-    for source, row in enumerate(sent):
-        for destination, (shape, _) in enumerate(row):
-            want = tuple(expected[destination][source])
-            if shape != want:
-                subject = f"shape sent by {names[source]} to {names[destination]}"
-                raise PeerError(subject, shape, want)
-
-
-def _names(ranks: Sequence[int] | None, size: int) -> list[str]:
-    if ranks is None:
-        return [f"rank {place} of the group" for place in range(size)]
-    return [f"rank {rank}" for rank in ranks]
 
 
 class ThreadWorld:

@@ -10,7 +10,13 @@ from h3lib.parallel.transport import group_spans, num_roots
 
 pytest.importorskip("triton")
 
-from h3lib.bench.litmus import WARPS, abort_kernel, exchange_kernel  # noqa: E402
+from h3lib.bench.litmus import (  # noqa: E402
+    GPU_SCOPE,
+    RELAXED,
+    WARPS,
+    abort_kernel,
+    exchange_kernel,
+)
 from h3lib.ops.hopper.compiled import Code, compile_offline  # noqa: E402
 from h3lib.parallel.peer_kernels import ADD, SLOT, peer_kernel  # noqa: E402
 from h3lib.parallel.peer_plan import (  # noqa: E402
@@ -149,13 +155,28 @@ def test_the_flag_is_released_after_the_digest_and_acquired_before_it():
     assert "globaltimer" in code.ptx, "the wait is bounded"
 
 
-def test_the_litmus_kernels_compile():
-    for variant in range(4):
+@pytest.mark.parametrize("variant", range(6))
+def test_the_litmus_kernels_differ_in_what_they_break(variant):
+    code = compile_offline(
+        exchange_kernel, meta(8), meta(8), meta(8), 0, 2, 10, SIZE=8, VARIANT=variant,
+        num_warps=WARPS,
+    )  # fmt: skip
+    code.check(tensor_cores=False)
+    order = re.findall(r"(?:st\.release|ld\.acquire)\.\w+", code.ptx)
+    if variant == RELAXED.value:
+        assert order == []
+    else:
+        scope = "gpu" if variant == GPU_SCOPE.value else "sys"
+        assert set(order) == {f"st.release.{scope}", f"ld.acquire.{scope}"}
+        assert order.count(f"st.release.{scope}") == 1
+
+
+def test_the_litmus_of_the_abort_tells_or_not():
+    stores = []
+    for variant in (0, 1):
         code = compile_offline(
-            exchange_kernel, meta(8), meta(1 << 15), meta(8), 10, SIZE=8, VARIANT=variant,
-            num_warps=WARPS,
-        )  # fmt: skip
+            abort_kernel, meta(8), meta(8), 0, 2, 10, 10, SIZE=8, VARIANT=variant, num_warps=WARPS
+        )
         code.check(tensor_cores=False)
-        stores = [m.start() for m in re.finditer(r"st\.release\.sys", code.ptx)]
-        assert len(stores) == 1
-    compile_offline(abort_kernel, meta(8), meta(8), 10, 10, SIZE=8, num_warps=WARPS).check(False)
+        stores.append(code.ptx.count("st.relaxed.sys"))
+    assert stores[0] == stores[1] + 1

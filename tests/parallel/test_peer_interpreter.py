@@ -231,7 +231,10 @@ def rank_main(folder: Path) -> None:
     """All worlds one after the other in the same processes; the last one kills a rank."""
     from peer_support import without_ptx
 
+    from h3lib.parallel import peer_memory
+
     without_ptx()
+    peer_memory.PATIENCE_S = PATIENT_S  # on a busy machine, and for waits that nothing cuts short
     torch.set_num_threads(1)
     rank, found = int(os.environ["RANK"]), {}
     for name, world in WORLDS.items():
@@ -286,10 +289,12 @@ def test_bytes_sent_to_every_peer_are_those_of_the_closed_form(ranks):
 
 @pytest.mark.parametrize("function", ("allocate", "export", "open"))
 def test_memory_that_cannot_be_shared_is_one_error_on_every_rank(ranks, function):
-    what = "mapping" if function == "open" else "shared memory"
+    what = "shared memory of rank 2"
+    if function == "open":
+        what = "memory of rank 0 mapped by rank 2"
     for error, left in survivors(ranks, function):
         assert error == (
-            f"PeerError: {what} of rank 2 of the group: received "
+            f"PeerError: {what}: received "
             f"'{function}: CUDA_ERROR_NOT_SUPPORTED'; accepted: CUDA_SUCCESS"
         )
         assert left == 0
