@@ -24,7 +24,7 @@ from torch import Tensor
 from h3lib.bench.collectives import Bench
 from h3lib.bench.measure import environment
 from h3lib.compare import different_elements
-from h3lib.contract import SIZES, PeerError
+from h3lib.contract import PUBLISHED, SIZES, PeerError
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import Block
 from h3lib.model.inputs import block_inputs, block_weights
@@ -95,26 +95,29 @@ class Row:
 
 
 class Case:
-    """One layout and number of rows: the same block on three meshes."""
+    """One layout and number of rows: the same block on three meshes, all ranks on one axis."""
 
-    def __init__(self, bench: Bench, layout: Layout, rows: int):
-        self.bench, self.layout, self.rows = bench, layout, rows
-        size, source = SIZES["full"], SyntheticWeights(SIZES["full"], 0, "cuda")
-        owner, rank = Ownership.of(layout, rows), bench.rank
-        peers, silent = bench.collective, TreeCollective(LeftOut(bench.tree))
+    def __init__(
+        self, ranks: Level, layout: Layout, rows: int, size: str, device: str, backend: str
+    ):
+        self.layout, self.rows = layout, rows
+        source = SyntheticWeights(SIZES[size], 0, device)
+        owner = Ownership.of(layout, rows, PUBLISHED)
+        peers, silent = TreeCollective(ranks), TreeCollective(LeftOut(ranks))
         meshes = {
             WITH: self._mesh(peers, AS_SUITS),
             WITHOUT: self._mesh(peers, IN_TURN),
             LEFT_OUT: self._mesh(silent, IN_TURN),
         }
-        shards = {name: SeqShard(owner, rank, mesh) for name, mesh in meshes.items()}
-        packed = pack(job_for_rows(rows)).to("cuda")
-        self.given = block_inputs(size, source, packed, shards[WITH], seed=0)
-        weights = block_weights(size, source, shards[WITH])
-        self.blocks = {n: Block(size, shard, weights, "triton") for n, shard in shards.items()}
+        shards = {name: SeqShard(owner, ranks.rank, mesh) for name, mesh in meshes.items()}
+        packed = pack(job_for_rows(rows)).to(device)
+        self.given = block_inputs(SIZES[size], source, packed, shards[WITH], seed=0)
+        weights = block_weights(SIZES[size], source, shards[WITH])
+        self.blocks = {
+            name: Block(SIZES[size], shard, weights, backend) for name, shard in shards.items()
+        }
 
     def _mesh(self, ranks: TreeCollective, chunks: Chunks) -> Mesh:
-        """All ranks are one axis, the others have one rank."""
         axes = {"tp": ranks} if self.layout.cp == 1 else {"cp": ranks, "rows": ranks}
         axes |= {"rows": ranks} if self.layout.sp else {}
         return replace(local_mesh(), chunks=chunks, **axes)
@@ -132,29 +135,34 @@ class Case:
 
         return run
 
-    def bits(self) -> dict[str, object]:
-        """Elements that differ between overlap and none, over all ranks."""
+    def compare(self) -> tuple[int, int]:
+        """How many elements this rank compares between overlap and none, and how many differ."""
         found, expected = (self.call(name, backward=True)() for name in (WITH, WITHOUT))
-        self.bench.tree.check()
         pairs = [(found[key].reshape(-1), expected[key].reshape(-1)) for key in expected]
         different = sum(int(different_elements(*pair).sum()) for pair in pairs)
-        elements = sum(value.numel() for value, _ in pairs)
-        ranks = self.bench.world.gather_objects((elements, different))
-        elements, different = map(sum, zip(*ranks, strict=True))
-        return {
-            "check": "overlap against none", "case": self.layout.name, "rows": self.rows,
-            "tensors": len(pairs), "elements": elements, "different": different,
-            "passed": elements > 0 and different == 0,
-        }  # fmt: skip
+        return sum(value.numel() for value, _ in pairs), different
 
-    def measure(self, op: str, backward: bool, graph: bool) -> Row:
-        calls = [self.call(name, backward) for name in (WITH, WITHOUT, LEFT_OUT)]
-        ours, without, left_out = self.bench.times(calls, graph)
-        exposed, exposed_without = ours - left_out, without - left_out
-        return Row(
-            op, self.layout.name, self.rows, WITHOUT, ours, without, without / ours, graph,
-            left_out, exposed, exposed_without, 1 - exposed / exposed_without,
-        )  # fmt: skip
+
+def check(bench: Bench, case: Case) -> dict[str, object]:
+    """The same over all ranks, as a line of the report."""
+    counts = case.compare()
+    bench.tree.check()
+    elements, different = map(sum, zip(*bench.world.gather_objects(counts), strict=True))
+    return {
+        "check": "overlap against none", "case": case.layout.name, "rows": case.rows,
+        "elements": elements, "different": different, "passed": elements > 0 and different == 0,
+    }  # fmt: skip
+
+
+def measure(bench: Bench, case: Case, op: str, backward: bool, graph: bool) -> Row:
+    """The three times of a pass, and what they say of the communication."""
+    calls = [case.call(name, backward) for name in (WITH, WITHOUT, LEFT_OUT)]
+    ours, without, left_out = bench.times(calls, graph)
+    exposed, exposed_without = ours - left_out, without - left_out
+    return Row(
+        op, case.layout.name, case.rows, WITHOUT, ours, without, without / ours, graph,
+        left_out, exposed, exposed_without, 1 - exposed / exposed_without,
+    )  # fmt: skip
 
 
 def rank_main(out: Path, rows: Sequence[int]) -> None:
@@ -179,11 +187,11 @@ def rank_main(out: Path, rows: Sequence[int]) -> None:
 
     for layout in (Layout(bench.size), Layout(bench.size, sp=True), Layout(cp=bench.size)):
         for num_rows in rows:
-            case = Case(bench, layout, num_rows)
-            checks.append(case.bits())
+            case = Case(bench.tree, layout, num_rows, "full", "cuda", "triton")
+            checks.append(check(bench, case))
             for op, backward in PASSES.items():
                 for graph in (False, True) if num_rows <= GRAPH_MAX_ROWS else (False,):
-                    measurements.append(case.measure(op, backward, graph))
+                    measurements.append(measure(bench, case, op, backward, graph))
                     write(complete=False)
             del case
             torch.cuda.empty_cache()
