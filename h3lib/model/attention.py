@@ -2,7 +2,8 @@
 
     q, k, v = a W^T;  q, k = rope(norm(q, k));  y = W_out softmax(q k^T / sqrt(H)) v
 
-K and V of all rows are gathered over cp for the forward and dq; q, dO, L and delta for dk, dv.
+K and V of all rows are gathered over cp for the forward and dq; q, dO, L and delta for dk, dv. Each
+gather starts as soon as its operand is there, and is waited for where its result is used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from h3lib.ops import attention, rope
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
 from h3lib.ops.tree import stacked_roots
+from h3lib.parallel.later import Later
 
 W_OUT = "attn.to_out.0.weight"
 
@@ -49,12 +51,18 @@ class Attention:
 
     def backward(self, dy_SD: Tensor) -> Tensor:
         """da `[S, D]`; dw of the four linears and of both head norms go to the context."""
-        ctx, width = self.ctx, self.ctx.size.inner_dim
+        ctx, width, gather = self.ctx, self.ctx.size.inner_dim, self.ctx.shard.gather_sequence
+        q, lse = gather(self.q), gather(self.lse)  # queries come while products are made
         dy_TD, (do_TA,) = ctx.enter(dy_SD, linear_dx, ctx.weights[W_OUT])
+        do = ctx.unit_node("d.attn.heads", do_TA, width).view_as(self.o)
+        coming = [q, gather(do), lse]
+        delta = ctx.call(attention.attention_delta, do, self.o)
+        ctx.unit_node("attn.delta", delta, ctx.size.num_attention_heads)
+        coming.append(gather(delta))
         ctx.weight_gradient(W_OUT, dy_TD, self.o_TA)
-        ctx.unit_node("d.attn.heads", do_TA, width)
-        dq, dk, dv = self._attention_backward(do_TA.view_as(self.o))
-        del do_TA, self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
+        dq, dk, dv = self._attention_backward(do, delta, coming)
+        del q, lse, coming, do, do_TA, delta
+        del self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
         gradients = {
             "q": self.heads["q"].backward(dq),
             "k": self.heads["k"].backward(dk),
@@ -66,19 +74,16 @@ class Attention:
         parts = [(dy_TA, ctx.weights[_weight(name)]) for name, dy_TA in gradients.items()]
         return ctx.leave("d.attn.in", *parts)
 
-    def _attention_backward(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv `[T, N, H]` from dO; gathers what the keys here need of every query."""
-        ctx, contract, gather = self.ctx, self.ctx.shard.contract, self.ctx.shard.gather_sequence
-        delta = ctx.call(attention.attention_delta, do, self.o)
-        ctx.unit_node("attn.delta", delta, ctx.size.num_attention_heads)
-        coming = [gather(x) for x in (self.q, do, self.lse, delta)]  # while dq is made
+    def _attention_backward(
+        self, do: Tensor, delta: Tensor, coming: list[Later]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv `[T, N, H]`; q, dO, L and delta of all rows are `coming`."""
+        ctx, contract = self.ctx, self.ctx.shard.contract
         dq = ctx.call(
             attention.attention_dq, self.q, self.k_all, self.v_all, do, self.lse, delta, contract
         )
-        q_all, do_all, lse_all, delta_all = (later.value() for later in coming)
-        dk, dv = ctx.call(
-            attention.attention_dkv, q_all, self.k, self.v, do_all, lse_all, delta_all, contract
-        )
+        q_all, *others = (later.value() for later in coming)
+        dk, dv = ctx.call(attention.attention_dkv, q_all, self.k, self.v, *others, contract)
         return dq, dk, dv
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,25 +64,31 @@ def load_backend(name: str, device: str) -> None:
 
 
 class Beside:
-    """Kernels that run beside products, which leave them some multiprocessors.
+    """Kernels that run beside products, one after the other; products leave them multiprocessors.
 
     Where and when an element is made changes, never which additions make it.
     """
 
     def __init__(self):
-        self._held: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._held: dict[object, tuple[int, float]] = {}
 
-    def hold(self, owner: object, multiprocessors: int) -> None:
-        """Until `release`, or until the owner is gone."""
-        self._held[owner] = multiprocessors
+    def hold(self, owner: object, multiprocessors: int, flops: float) -> None:
+        """For the owner, while products of about so many operations run, or until `release`."""
+        self._held[owner] = multiprocessors, flops
 
     def release(self, owner: object) -> None:
         self._held.pop(owner, None)
 
-    @property
-    def multiprocessors(self) -> int:
-        """How many a product that is launched now leaves free."""
-        return max(self._held.values(), default=0)
+    def leave(self, flops: float) -> int:
+        """Multiprocessors that a product of so many operations, launched now, leaves free."""
+        most = max((held for held, _ in self._held.values()), default=0)
+        for owner, (held, left) in list(self._held.items()):
+            if left > flops:
+                self._held[owner] = held, left - flops
+                break
+            flops -= left
+            del self._held[owner]
+        return most
 
 
 BESIDE = Beside()

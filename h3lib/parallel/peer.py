@@ -142,7 +142,7 @@ class PeerTree(Level):
         self._lane, steps = self._lane or Lane(self._settle), self._open_steps()
         steps.channels = min(LANE_CHANNELS, self.shape.channels)
         try:
-            return self._lane.later(run)
+            return self._lane.later(run, lambda: sum(steps.bytes_sent))
         finally:
             steps.channels = self.shape.channels
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from h3lib.ops.backend import BESIDE
 from h3lib.parallel.later import Later
+from h3lib.parallel.overlap import LINK_BYTES, PRODUCT_FLOPS
 
 LANE_MULTIPROCESSORS = 16
 LANE_CHANNELS = 32  # two programs of a collective fit on a multiprocessor
+FLOPS_A_BYTE = PRODUCT_FLOPS / LINK_BYTES
 _FIRST = -1  # priority
 
 
@@ -32,8 +34,9 @@ class Lane:
         self._stream = torch.cuda.Stream(priority=_FIRST)
         self._running: list[_Running] = []
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
-        """Launch what `run` launches, after all that was launched before."""
+    def later(self, run: Callable[[], Tensor], sent: Callable[[], int]) -> Later:
+        """Launch what `run` launches, after all that was launched before; `sent` counts bytes."""
+        before = sent()
         self.home = torch.cuda.current_stream()
         self._stream.wait_stream(self.home)
         try:
@@ -45,7 +48,7 @@ class Lane:
         result.record_stream(home)  # else its memory could be given away while it is read there
         running = _Running(self, run, result, done)
         self._running.append(running)
-        BESIDE.hold(running, LANE_MULTIPROCESSORS)
+        BESIDE.hold(running, LANE_MULTIPROCESSORS, FLOPS_A_BYTE * (sent() - before))
         return running
 
     def join_all(self) -> None:

@@ -161,17 +161,17 @@ def test_a_chunk_has_rows():
         Chunks(0)
 
 
-def test_multiprocessors_are_held_until_their_owner_is_released_or_gone():
-    class Owner:
-        pass
-
-    beside, first, second = Beside(), Owner(), Owner()
-    assert beside.multiprocessors == 0
-    beside.hold(first, 8)
-    beside.hold(second, 16)
-    assert beside.multiprocessors == 16
-    beside.release(second)
-    beside.release(second)
-    assert beside.multiprocessors == 8
-    del first
-    assert beside.multiprocessors == 0
+def test_products_leave_multiprocessors_while_they_last_as_long():
+    beside = Beside()
+    assert beside.leave(1e12) == 0
+    beside.hold("first", 8, 3.0)
+    beside.hold("second", 16, 2.0)
+    assert beside.leave(1.0) == 16
+    assert beside.leave(3.0) == 16, "one more of the first, one of the second"
+    assert beside.leave(0.5) == 16
+    assert beside.leave(1.0) == 16
+    assert beside.leave(1.0) == 0
+    beside.hold("third", 4, 1.0)
+    beside.release("third")
+    beside.release("third")
+    assert beside.leave(1.0) == 0
