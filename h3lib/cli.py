@@ -57,19 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives", "layouts"))
+    bench.add_argument("what", choices=("kernels", "collectives", "layouts", "overlap"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
-    bench.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("rowwise", "gemm", "attention", "block"),
-        metavar="PART",
-        help="rowwise, gemm, attention, block; all if left out",
-    )
-    bench.add_argument(
-        "--layouts", nargs="+", metavar="LAYOUT", help="of `layouts`: these instead of all"
-    )
-    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of `layouts`: these rows")
+    parts = ("rowwise", "gemm", "attention", "block")
+    bench.add_argument("--parts", nargs="+", choices=parts, help="of kernels; all if left out")
+    bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
+    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -203,6 +196,8 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         "--transport",
         help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
     )
+    rows = "rows of a product that are summed at a time, beside the next ones' product"
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help=rows)
     parser.add_argument(
         "--launcher",
         default="local",
@@ -220,6 +215,13 @@ def _add_faults(commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="injections at a time; as many as the processors carry if left out",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     parser.set_defaults(main=_faults)
 
@@ -233,7 +235,7 @@ def _faults(options: argparse.Namespace) -> int:
         if options.device == "cuda":
             require_cuda()
         return run_faults(
-            options.count, options.seed, options.out, options.device, options.ranks
+            options.count, options.seed, options.out, options.device, options.ranks, options.jobs
         )
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
@@ -274,6 +276,10 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
 
             bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
+        elif options.what == "overlap":
+            from h3lib.bench.overlap import bench_overlap
+
+            bench_overlap(options.out)
         else:
             from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
 

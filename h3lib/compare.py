@@ -109,7 +109,8 @@ def summarise(
     by_key: dict[Key, list[tuple[int, Difference]]] = {key: [] for key in canonical}
     for rank, differences in enumerate(ranks):
         keys = [difference.key for difference in differences]
-        if len(set(keys)) != len(keys) or not set(keys) <= by_key.keys():
+        pieces = [(d.key, d.start) for d in differences if d.total or d.start is None]
+        if len(set(pieces)) != len(pieces) or not set(keys) <= by_key.keys():
             raise ReportError(f"values of rank {rank}", keys, "each canonical value once")
         for difference in differences:
             by_key[difference.key].append((rank, difference))
@@ -139,7 +140,7 @@ def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], stag
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "total": sum(d.total for _, d in found),
         "different": sum(d.different for _, d in found),
-        "covered": _whole_stages([rank for rank, _ in found], stage)
+        "covered": _whole_stages(list(dict.fromkeys(rank for rank, _ in found)), stage)
         and _covered(tuple(tensor.shape), pieces),
         "first": first,
     }

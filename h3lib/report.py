@@ -114,6 +114,7 @@ REPORT_SCHEMA = _object(
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
+        "chunk_rows": {"type": ["integer", "null"], "minimum": 1},  # null: as suits the transport
         "weight_digests": {"type": "object", "additionalProperties": _SHA256},
         "untraced": _object({"values": _COUNT, "total": _COUNT, "different": _COUNT}),
         "points": {"type": "integer", "minimum": 2},

@@ -27,6 +27,7 @@ from h3lib.bench.collectives_checks import (
 )
 from h3lib.bench.gemm_bits import Finding
 from h3lib.bench.measure import environment
+from h3lib.bench.overlap_checks import OVERLAP_CHECKS
 from h3lib.compare import different_elements
 from h3lib.contract import PeerError
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -38,7 +39,7 @@ def run_checks(
     """Every check in every world, `after` each of them; ranks outside a world wait for it."""
     plan = [
         (f"{check.__name__[6:]}, {n} ranks", n, functools.partial(check, bench, n))
-        for check in CHECKS
+        for check in (*CHECKS, *OVERLAP_CHECKS)
         for n in sizes
     ]
     for nodes, local in HIERARCHIES:

@@ -44,18 +44,22 @@ def new_buffer(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class LeftOut(Level):
-    """A level of `size` ranks seen from one of them; results are of the right shape, values any."""
+    """A level of `size` ranks seen from one of them; results are of the right shape, values any.
 
-    def __init__(self, rank: int, size: int, give: Give = new_buffer):
-        self.rank, self.size, self.give = rank, size, give
+    `overlaps`: products are cut for it as for a level whose collectives run beside them.
+    """
+
+    def __init__(self, rank: int, size: int, give: Give = new_buffer, overlaps: bool = False):
+        self.rank, self.size, self.give, self.overlaps = rank, size, give, overlaps
 
     def gather(
         self,
         part: Tensor,
         lengths: Sequence[int],
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self.give(sum(lengths), part.dtype, part.device)
+        return self.give(sum(lengths), part.dtype, part.device) if out is None else out
 
     def finish(
         self,
@@ -65,10 +69,12 @@ class LeftOut(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         length = sum(stop - start for start, stop in parts[self.rank])
         spans = len(group_spans(cuts, first, self.size))
-        return self.give(spans * length, dtype, flat.device).view(spans, length)
+        whole = self.give(spans * length, dtype, flat.device) if out is None else out
+        return whole.view(spans, length)
 
 
 class Noted(Level):
@@ -81,10 +87,14 @@ class Noted(Level):
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         return self.level.slices(num_elements, num_roots)
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
-        again = self.give(part.numel(), part.dtype, part.device)
-        self.notes.append(lambda: self.level.gather(again, lengths, call))
-        return self.level.gather(part, lengths, call)
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._noted(self.level.gather, part, lengths, call, out=out)
 
     def finish(
         self,
@@ -94,8 +104,22 @@ class Noted(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        again = self.give(flat.numel(), flat.dtype, flat.device).view(flat.shape)
-        given = (cuts, first, parts, dtype, call)
-        self.notes.append(lambda: self.level.finish(again, *given))
-        return self.level.finish(flat, *given)
+        return self._noted(self.level.finish, flat, cuts, first, parts, dtype, call, out=out)
+
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._noted(self.level.finish_all, flat, cuts, slices, dtype, call, out=out)
+
+    def _noted(self, ask: Callable[..., Tensor], operand: Tensor, *given, out: Tensor | None):
+        again = self.give(operand.numel(), operand.dtype, operand.device).view(operand.shape)
+        self.notes.append(lambda: ask(again, *given))
+        return ask(operand, *given, out=out)

@@ -64,7 +64,7 @@ def rank_memory(
 
 def _shard(owner: Ownership, rank: int) -> SeqShard:
     def connect(group: tuple[int, ...], rank: int) -> LeftOut:
-        return LeftOut(group.index(rank), len(group))
+        return LeftOut(group.index(rank), len(group), overlaps=True)
 
     return SeqShard(owner, rank, build_mesh(owner.layout, rank, connect))
 

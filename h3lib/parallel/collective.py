@@ -8,6 +8,7 @@ slices (all-reduce) or leaves them (reduce-scatter). The layout moves roots; it 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,19 +16,46 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.parallel.transport import Call, Cuts, Level, LocalTransport, Slice, num_roots
+from h3lib.parallel.later import Later
+from h3lib.parallel.transport import (
+    Call,
+    Cuts,
+    Level,
+    LocalTransport,
+    Slice,
+    num_roots,
+)
 
 Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
 
 
+def _heard(method: Callable) -> Callable:
+    """A collective: its peers hear of what this rank alone refuses, or has no memory for."""
+
+    @functools.wraps(method)
+    def run(self: Collective, *arguments, **options) -> Tensor:
+        with self.level.heard(method.__name__):
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class Collective(abc.ABC):
     """One mesh axis seen from one rank. `cuts` of n ranks has n + 1 entries: rank r owns
-    [cuts[r], cuts[r + 1])."""
+    [cuts[r], cuts[r + 1]). `level` is one of its levels."""
 
     rank: int
     size: int
+    level: Level
+    overlaps = False
+    """As `Level.overlaps`."""
 
+    def later(self, run: Callable[[], Tensor]) -> Later:
+        """`run`, which calls this collective, beside what follows if the level can."""
+        return Later(run())
+
+    @_heard
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
 
@@ -36,6 +64,7 @@ class Collective(abc.ABC):
         shape = (cuts[-1] - cuts[0], *x.shape[1:])
         return self._gather_rows(x, cuts, Call("all_gather_rows", shape, str(x.dtype)))
 
+    @_heard
     def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
         call = Call(
@@ -55,10 +84,18 @@ class Collective(abc.ABC):
         flat = self._gather(x.reshape(-1), [c * row for c in cuts], call)
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
 
+    @_heard
     def all_reduce(
-        self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
+        self,
+        roots: Tensor,
+        leaf_cuts: Cuts,
+        dtype: torch.dtype,
+        observe: Observe | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Sum of all leaves on every rank: roots `[R, ...]` of this rank to `[...]` in `dtype`.
+
+        The result is made in `out` (contiguous) if that is given.
 
         **Order:** the tree over `leaf_cuts[-1]` leaves. **Rounds:** once, to `dtype`, after the
         root. **Raises:** OperandError if the roots are not those of this rank's leaves.
@@ -66,9 +103,15 @@ class Collective(abc.ABC):
         flat = self._flat(roots, leaf_cuts)
         call = _reduction("all_reduce", roots, leaf_cuts, dtype)
         slices = self._slices(flat.shape[1], leaf_cuts)
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-        return self._gather_slices(part, slices, call).view(roots.shape[1:])
+        flat_out = None if out is None else out.view(-1)
+        if observe is None:
+            result = self._finish_all(flat, leaf_cuts, slices, dtype, call, flat_out)
+        else:
+            part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+            result = self._gather_slices(part, slices, call, flat_out)
+        return result.view(roots.shape[1:])
 
+    @_heard
     def reduce_scatter_rows(
         self,
         roots: Tensor,
@@ -76,18 +119,20 @@ class Collective(abc.ABC):
         row_cuts: Cuts,
         dtype: torch.dtype,
         observe: Observe | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's rows of the sum of all leaves: roots `[R, T, ...]` to `[T_local, ...]`.
 
-        `row_cuts` count from the first row of the roots. **Order:**, **Rounds:**, **Raises:** as
-        `all_reduce`.
+        `row_cuts` count from the first row of the roots; `out` as `all_reduce`.
+
+        **Order:**, **Rounds:**, **Raises:** as `all_reduce`.
         """
         flat = self._flat(roots, leaf_cuts)
         row = roots.shape[2:].numel()
         slices = [(a * row, b * row) for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
         call = _reduction("reduce_scatter_rows", roots, leaf_cuts, dtype)
         call = replace(call, row_cuts=tuple(row_cuts))
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe, out)
         return part.view(-1, *roots.shape[2:])
 
     def _finish(
@@ -98,13 +143,31 @@ class Collective(abc.ABC):
         dtype: torch.dtype,
         call: Call,
         observe: Observe | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's slice of the sum, rounded; whoever observes it sees it before that."""
         if observe is None:
-            return self._root(flat, leaf_cuts, slices, dtype, call)
-        root = self._root(flat, leaf_cuts, slices, flat.dtype, call)
-        observe(root, slices[self.rank][0])
-        return root.to(dtype)
+            part = self._root(flat, leaf_cuts, slices, dtype, call, out)
+        else:
+            part = self._root(flat, leaf_cuts, slices, flat.dtype, call)
+            observe(part, slices[self.rank][0])
+            part = part.to(dtype)
+        if out is None or part.data_ptr() == out.data_ptr():
+            return part
+        return out.view(-1).copy_(part)
+
+    def _finish_all(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
+    ) -> Tensor:
+        """All of the sum, rounded, on every rank, in `out` if that is given."""
+        part = self._root(flat, leaf_cuts, slices, dtype, call)
+        return self._gather_slices(part, slices, call, out)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -124,12 +187,16 @@ class Collective(abc.ABC):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank."""
+        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank; it may
+        be made in `out`."""
 
     @abc.abstractmethod
-    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        """All elements from the ranks' slices."""
+    def _gather_slices(
+        self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
+    ) -> Tensor:
+        """All elements from the ranks' slices, in `out` if that is given."""
 
     @abc.abstractmethod
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
@@ -144,7 +211,12 @@ class TreeCollective(Collective):
     """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
 
     def __init__(self, transport: Level):
-        self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.transport = self.level = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.overlaps = transport.overlaps
+
+    def later(self, run: Callable[[], Tensor]) -> Later:
+        return self.transport.later(run)
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
@@ -157,12 +229,26 @@ class TreeCollective(Collective):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
         parts = [[part] for part in slices]
-        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call)[0]
+        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call, out)[0]
 
-    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return gather_slices(self.transport, part, slices, call)
+    def _finish_all(
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
+    ) -> Tensor:
+        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call, out)
+
+    def _gather_slices(
+        self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
+    ) -> Tensor:
+        return self.transport.gather_slices(part, slices, call, out)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -174,10 +260,3 @@ class LocalCollective(TreeCollective):
 
     def __init__(self):
         super().__init__(LocalTransport())
-
-
-def gather_slices(level: Level, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
-    if level.size > 1 and len(set(slices)) == 1:
-        return part
-    return level.gather(part, [b - a for a, b in slices], call)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from h3lib.parallel.gloo import GlooTransport, GlooWorld
-from h3lib.parallel.transport import Shape, pack_bytes, unpack_bytes
+from h3lib.parallel.gloo import GlooTransport, GlooWorld, pack_bytes, unpack_bytes
+from h3lib.parallel.transport import Shape
 
 
 class NcclTransport(GlooTransport):

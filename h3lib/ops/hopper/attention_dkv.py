@@ -38,7 +38,7 @@ from h3lib.ops.hopper.compat import (
     gl,
     gluon,
     mbarrier,
-    num_multiprocessors,
+    programs_for,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -232,5 +232,6 @@ def attention_dkv(
         padded = -(-len(q) // TILE_ROWS) * TILE_ROWS
         by_head = torch.empty((2, q.shape[1], padded), dtype=torch.float32, device=q.device)
         by_head_launch(lse, delta, by_head).start()
-        dkv_launch(q, k, v, dout, by_head, dk, dv, num_multiprocessors(q.device)).start()
+        programs = programs_for(k.device, 8 * k.numel() * len(q))
+        dkv_launch(q, k, v, dout, by_head, dk, dv, programs).start()
     return dk, dv

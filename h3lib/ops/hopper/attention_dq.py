@@ -40,7 +40,7 @@ from h3lib.ops.hopper.compat import (
     gl,
     gluon,
     mbarrier,
-    num_multiprocessors,
+    programs_for,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -229,5 +229,6 @@ def attention_dq(
     check_rows("k", k)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q):
-        dq_launch(q, k, v, dout, lse, delta, dq, num_multiprocessors(q.device)).start()
+        programs = programs_for(q.device, 6 * q.numel() * len(k))
+        dq_launch(q, k, v, dout, lse, delta, dq, programs).start()
     return dq

@@ -42,7 +42,7 @@ from h3lib.ops.hopper.compat import (
     gl,
     gluon,
     mbarrier,
-    num_multiprocessors,
+    programs_for,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -254,7 +254,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tu
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if len(q):
-        programs = num_multiprocessors(q.device)
+        programs = programs_for(q.device, 4 * q.numel() * len(k))
         groups = groups_for(len(q), q.shape[1], programs)
         forward_launch(q, k, v, out, lse, programs, groups).start()
     return out, lse

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from h3lib.contract import BackendError, OperandError
+from h3lib.ops.backend import BESIDE
 
 TESTED_TRITON = ("3.6.0", "3.7.1")
 CAPABILITY = (9, 0)
@@ -58,6 +59,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "num_multiprocessors",
+    "programs_for",
     "require_triton",
     "tensor_map",
     "thread_barrier",
@@ -75,10 +77,16 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device: how many persistent programs a grid has."""
+    """Multiprocessors of the device."""
     if device.type != "cuda":  # compiling without a GPU: an H200's
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_for(device: torch.device, flops: float) -> int:
+    """How many persistent programs a product of so many operations has now: one a multiprocessor,
+    but for those that kernels beside it need."""
+    return max(1, num_multiprocessors(device) - BESIDE.leave(flops))
 
 
 def check_device(**operands: Tensor) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.ops.backend import check_operands, check_shape
+from h3lib.ops.backend import check_operands, check_out, check_shape
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Fp32Tile, Tile, fp32_tile_for, tile_for
@@ -22,11 +22,15 @@ from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_last, pre
 
 
 @linear_forward.register("triton")
-def linear_forward_hopper(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x @ w^T + bias; x `[T, K]`, w `[N, K]`, bias `[N]`, y `[T, N]` in x's dtype.
+def linear_forward_hopper(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """y = x @ w^T + bias; x `[T, K]`, w `[N, K]`, bias `[N]`, y `[T, N]` in x's dtype, in `out` if
+    that is given.
 
     **Order:** chain over K, then the bias. **Rounds:** once. **Raises:** OperandError for a dtype
-    other than BF16 or FP32, for an operand that is not on the GPU, or that TMA cannot read.
+    other than BF16 or FP32, for an operand that is not on the GPU, or that TMA cannot read, an
+    `out` of another shape or dtype.
     """
     check_operands(x=x, w=w)
     check_shape("x", x, None, None)
@@ -37,35 +41,42 @@ def linear_forward_hopper(x: Tensor, w: Tensor, bias: Tensor | None = None) -> T
         check_device(bias=bias)
         if not bias.is_contiguous():
             raise OperandError("stride of bias", bias.stride(), "contiguous")
-    return _product("linear_forward", {"x": x, "w": w.transpose(0, 1)}, bias)
+    return _product("linear_forward", {"x": x, "w": w.transpose(0, 1)}, bias, out)
 
 
 @linear_dx.register("triton")
-def linear_dx_hopper(dy: Tensor, w: Tensor) -> Tensor:
-    """dx = dy @ w; dy `[T, N]`, w `[N, K]`, dx `[T, K]` in dy's dtype.
+def linear_dx_hopper(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """dx = dy @ w; dy `[T, N]`, w `[N, K]`, dx `[T, K]` in dy's dtype, in `out` if that is given.
 
     **Order:** chain over N. **Rounds:** once. **Raises:** as `linear_forward_hopper`.
     """
     check_operands(dy=dy, w=w)
     check_shape("dy", dy, None, None)
     check_shape("w", w, dy.shape[1], None)
-    return _product("linear_dx", {"dy": dy, "w": w}, None)
+    return _product("linear_dx", {"dy": dy, "w": w}, None, out)
 
 
-def _product(op: str, operands: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+def _product(
+    op: str, operands: dict[str, Tensor], bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     """a @ b + bias in a's dtype; a rank that owns no rows launches nothing."""
     check_matrix_dtype(**operands)
     check_device(**operands)
     a, b = operands.values()
     if a.shape[1] == 0:
         raise OperandError("reduced axis", 0, "at least 1")
+    shape = (a.shape[0], b.shape[1])
+    if out is not None:
+        check_out(out, shape, a.dtype)
     if a.dtype == torch.float32:
-        return chain_fp32(a, b, bias=bias)
-    out = a.new_empty((1, a.shape[0], b.shape[1]))
+        y = chain_fp32(a, b, bias=bias)
+        return y if out is None else out.copy_(y)
+    if out is None:
+        out = a.new_empty(shape)
     if out.numel():
-        tile = tile_for(op, *out.shape[1:], -(-a.shape[1] // MAX_DEPTH))
-        chain_launch(out, a, b, tile, bias, tuple(operands)).run()
-    return out[0]
+        tile = tile_for(op, *out.shape, -(-a.shape[1] // MAX_DEPTH))
+        chain_launch(out[None], a, b, tile, bias, tuple(operands)).run()
+    return out
 
 
 def chain_launch(
