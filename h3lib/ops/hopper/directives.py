@@ -20,7 +20,7 @@ from h3lib.contract import BackendError
 
 ARCHITECTURE = "sm_90"
 WHOLE_ROWS = 128
-TAIL = 8  # the least n of a wgmma
+TAIL = 8  # the least n of a wgmma, and the most rows of a thin tile
 MAX_DEPTH = 64  # of every entry; the units that a lag is judged by are counted in these
 
 
@@ -49,14 +49,15 @@ class Tile:
 
     @property
     def n(self) -> int:
+        """A block's extents are powers of two."""
         if not self.swapped:
             return self.columns
-        return self.rows if self.thin else self.rows - TAIL
+        return self.rows if self.thin else 1 << ((self.rows - 1).bit_length() - 1)
 
     @property
     def tail(self) -> int:
-        """More of the n side, by instructions of its own: a block's extents are powers of two."""
-        return TAIL if self.swapped else 0
+        """More of the n side, by instructions of its own."""
+        return TAIL if self.thin else self.rows - self.n if self.swapped else 0
 
     def runs(self, unit_blocks: int, unit_start: int) -> bool:
         """Whether units of so many blocks of MAX_DEPTH that start so can be made with this tile."""
@@ -81,9 +82,14 @@ class Entry:
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
             and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
-            and (tile.rows == WHOLE_ROWS or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
+            and (tile.rows == WHOLE_ROWS or _covered(rows, tile.rows) < _covered(rows, WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)
         )
+
+
+def _covered(rows: int, height: int) -> int:
+    """Rows of as many tiles as it takes."""
+    return -(-rows // height) * height
 
 
 WIDE = Tile(columns=256, stages=3, group=16)

@@ -250,7 +250,7 @@ def gemm_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     LT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL > 0 else 8, 16]
     )
     STEP: gl.constexpr = BN if THIN else BN + TAIL
     P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, L,
