@@ -35,6 +35,7 @@ class Tile:
     lag: int = 0
     rows: int = 128
     units: int = 8
+    registers: bool = False
     thin: bool = False  # the last row tile has TAIL rows or fewer, and no more is multiplied
 
     @property

@@ -64,10 +64,10 @@ def _zeros(S: gl.constexpr):
 def _wait(acc, PENDING: gl.constexpr, S: gl.constexpr):
     """The accumulator once at most PENDING blocks' products are in flight."""
     if S.TAIL:
-        tile, tail = warpgroup_mma_wait(2 * PENDING, deps=acc)
+        tile, tail = warpgroup_mma_wait(0 if S.REGS else 2 * PENDING, deps=acc)
         return tile, tail
     else:
-        return (warpgroup_mma_wait(PENDING, deps=acc),)
+        return (warpgroup_mma_wait(0 if S.REGS else PENDING, deps=acc),)
 
 
 @gluon.jit
@@ -91,8 +91,12 @@ def _multiply(acc, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: g
         b = ring.b.index(slot).reshape([S.BK, S.BN])
     else:
         b = ring.b.index(slot).reshape([S.BN, S.BK]).permute((1, 0))
+    if S.REGS:
+        a = a.load(gl.DotOperandLayout(0, S.L, 2))
     tile = warpgroup_mma(a, b, acc[0], use_acc=not FRESH, is_async=True)
     if S.TAIL:
+        if S.REGS:
+            a = gl.convert_layout(a, gl.DotOperandLayout(0, S.LT, 2))
         c = ring.tail.index(slot).reshape([S.TAIL, S.BK]).permute((1, 0))
         return tile, warpgroup_mma(a, c, acc[1], use_acc=not FRESH, is_async=True)
     else:
@@ -241,7 +245,7 @@ def gemm_kernel(
     a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail, bias,
     roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    REGS: gl.constexpr, TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, TA: gl.constexpr,
     TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -253,11 +257,11 @@ def gemm_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL > 0 else 8, 16]
     )
     STEP: gl.constexpr = BN if THIN else BN + TAIL
-    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, L,
+    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, REGS, L,
                            LT)  # fmt: skip
     S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
-                           TA, TB, FOLD, L, LT)  # fmt: skip
-    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, LT,
+                           TA, TB, FOLD, REGS, L, LT)  # fmt: skip
+    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, REGS, LT,
                            LT)  # fmt: skip
     b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1

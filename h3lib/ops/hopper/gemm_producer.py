@@ -36,6 +36,7 @@ class Form(NamedTuple):
     TA: bool
     TB: bool
     FOLD: bool
+    REGS: bool  # the m side is read into registers once a block
     L: object  # layout of an accumulator
     LT: object  # layout of its tail
 
