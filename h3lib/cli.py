@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives"))
+    bench.add_argument("what", choices=("kernels", "bits", "collectives"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
         nargs="+",
-        choices=("rowwise", "gemm", "attention", "block"),
+        choices=("rowwise", "gemm", "attention", "block", "tiles"),
         metavar="PART",
-        help="rowwise, gemm, attention, block; all if left out",
+        help="of kernels: rowwise, gemm, attention, block, and tiles, which is left out of all",
     )
     bench.set_defaults(main=_bench)
     _add_faults(commands)
@@ -266,10 +266,14 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.collectives import bench_collectives
 
             bench_collectives(options.out)
-        else:
-            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+        elif options.what == "bits":
+            from h3lib.bench.bits import bench_bits
 
-            bench_kernels(options.out, options.parts or PARTS)
+            return EQUAL if bench_bits(options.out) else 1
+        else:
+            from h3lib.bench.kernels import DEFAULT, bench_kernels  # needs Triton, unlike run
+
+            bench_kernels(options.out, options.parts or DEFAULT)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

@@ -1,19 +1,18 @@
-"""Bits of the products on a GPU: `python -m h3lib.bench.gemm bits --out FILE`.
+"""Bits of the products on a GPU: references, ragged shapes, slices, roots of ranks, tiles.
 
-Every check gives findings: what was compared with what, elements, how many differ. Equality is of
-bytes; only a NaN's payload is free. `tests/ops/hopper/test_gemm_gpu.py` asserts the same findings.
+`h3lib.bench.bits` runs every check; `tests/ops/hopper/test_gemm_gpu.py` asserts the same findings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
 from h3lib.bench import gemm_reference as reference
+from h3lib.bench.findings import Finding, found
 from h3lib.contract import NUM_SEQUENCE_UNITS, Contract, RowUnits
 from h3lib.ops.adaln import timestep_chain_dw
 from h3lib.ops.gemm import (
@@ -35,35 +34,6 @@ EVERY = range(8)
 ROWS = (1, 2, 7, 63, 65, 131, 264, 513, 1097, 4225, 8193)
 SMALL_CONTRACTS = (Contract(key_block=16, row_block=4), Contract(key_block=32, row_block=8))
 D, A, F = 1536, 2048, 4096  # widths of size `small`
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One comparison; `expected_equal` is False for a mutant, which must differ."""
-
-    check: str
-    case: str
-    elements: int
-    different: int
-    expected_equal: bool = True
-
-    @property
-    def passed(self) -> bool:
-        agrees = (self.different == 0) == self.expected_equal
-        return agrees and self.different >= 0 and self.elements > 0
-
-
-def difference(value: Tensor, expected: Tensor) -> int:
-    """Elements whose bytes differ; -1 if dtype or shape do."""
-    if value.dtype != expected.dtype or value.shape != expected.shape:
-        return -1
-    integer = {2: torch.int16, 4: torch.int32}[value.element_size()]
-    differ = value.contiguous().view(integer) != expected.contiguous().view(integer)
-    return int((differ & ~(value.isnan() & expected.isnan())).sum())
-
-
-def found(check: str, case: str, value: Tensor, expected: Tensor, equal: bool = True) -> Finding:
-    return Finding(check, case, value.numel(), difference(value, expected), equal)
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

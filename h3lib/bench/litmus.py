@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from h3lib.bench.measure import environment
 from h3lib.parallel.peer_sync import (
     ABORTS,
     DIGESTS,
@@ -40,6 +39,7 @@ from h3lib.parallel.peer_sync import (
     tell,
     wait,
 )
+from h3lib.provenance import gpu_environment
 
 SIZE = 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
@@ -223,7 +223,7 @@ def main() -> None:
     for litmus in found:
         print(litmus, "passed" if litmus.passed else "FAILED", flush=True)
     content = {
-        "environment": environment() | {"commit": options.commit},
+        "environment": gpu_environment(options.commit),
         "litmus": [asdict(litmus) | {"passed": litmus.passed} for litmus in found],
         "passed": all(litmus.passed for litmus in found),
         "complete": True,

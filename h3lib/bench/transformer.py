@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.bench.measure import environment
 from h3lib.contract import ModelSize, model_size
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, Transformer
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.shard import SeqShard
+from h3lib.provenance import gpu_environment
 
 CONFIG = (
     "num_attention_heads", "attention_head_dim", "hidden_size", "num_layers", "num_refiner_layers",
@@ -165,7 +165,7 @@ def main() -> None:
 
     def write(found: list[dict], held: int, complete: bool) -> None:
         content = {
-            "environment": environment() | {"commit": options.commit},
+            "environment": gpu_environment(options.commit),
             "size": size.name,
             "blocks": size.num_layers,
             "rounds": options.rounds,
