@@ -39,6 +39,7 @@ OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
 HEAD_STAGES = 3  # rows in flight, in shared memory: 7 KB of two operands a program
 HEAD_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 ROOT_COLUMNS = 32
+WORD = 4  # columns in 16 bytes
 ROOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -85,40 +86,50 @@ def head_blocks_kernel(
     tl.store(sums + (block * tl.num_programs(1) + unit) * HEAD_DIM + channel, total)
 
 
-@triton.jit(do_not_specialize=["first", "done", "most", "width", "num_blocks", "num_slots"])
+@triton.jit(
+    do_not_specialize=["first", "done", "most", "slot_words", "num_blocks", "num_slots"]
+)  # fmt: skip
 def roots_kernel(
-    sums, roots, starts, first, done, most, width, num_blocks, num_slots,
-    SLOTS: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
+    sums, roots, starts, first, done, most, slot_words, num_blocks, num_slots,
+    SLOTS: tl.constexpr, WORD: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """roots[done + i] = the tree over UNITS row units, each the chain of its row blocks.
 
-    Unit u has the row blocks starts[u] to starts[u + 1], `most` at most. With SLOTS, the columns
-    of a row block are `num_slots` slots, and behind the sums `[B, num_slots]` says which of them
-    were written (1.0, else 0.0).
+    Unit u has the row blocks starts[u] to starts[u + 1], `most` at most. The columns of a row block
+    are `num_slots` slots of `slot_words` words of WORD columns; with SLOTS, `[B, num_slots]` behind
+    the sums says which of them were written (1.0, else 0.0). A program has columns of one slot.
     """
+    slot_width = slot_words * WORD
     unit = first + tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + unit)
     count = tl.load(starts + unit + 1) - start
-    start = start.to(tl.int64)[:, None]
-    present = (column < width)[None, :]
+    start = start.to(tl.int64)
+    tiles = (slot_width + COLUMNS - 1) // COLUMNS
+    slot = tl.program_id(0) // tiles
+    column = (tl.program_id(0) - slot * tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    present = column < slot_width
+    column += slot * slot_width
+    width = num_slots * slot_width
+    there = sums + num_blocks.to(tl.int64) * width + start * num_slots + slot
+    own = sums + start[:, None] * width + column[None, :]
     nodes = tl.zeros((UNITS, COLUMNS), tl.float32)
-    there = sums + num_blocks.to(tl.int64) * width + (column // (width // num_slots))[None, :]
-    # A unit without an i-th row block adds +0 to a sum that is never -0.
-    for i in tl.range(0, most, loop_unroll_factor=4):  # four loads on their way: 4 blocks a unit
-        inside = present & (i < count)[:, None]
+    if SLOTS:
+        written = tl.load(there, mask=count > 0, other=0.0)
+    for i in range(most):  # a unit without an i-th row block adds +0 to a sum that is never -0
+        inside = i < count
         if SLOTS:
-            written = tl.load(there + (start + i) * num_slots, mask=inside, other=0.0)
-            inside = inside & (written != 0.0)
-        at = sums + (start + i) * width + column[None, :]
-        nodes += tl.load(at, mask=inside, other=0.0)
+            inside = written != 0.0
+            there += num_slots
+            written = tl.load(there, mask=i + 1 < count, other=0.0)  # on its way beside the sums
+        nodes += tl.load(own, mask=inside[:, None] & present[None, :], other=0.0)
+        own += width
     for level in tl.static_range(0, UNITS.bit_length() - 1):
         pairs = tl.reshape(nodes, (UNITS >> (level + 1), 2, COLUMNS))
         left, right = tl.split(tl.permute(pairs, (0, 2, 1)))
         nodes = left + right
     root = tl.reshape(nodes, (COLUMNS,))
     target = roots + (done + tl.program_id(1)).to(tl.int64) * width + column
-    tl.store(target, root, mask=column < width)
+    tl.store(target, root, mask=present)
 
 
 def _check(terms: Tensor) -> None:
@@ -185,14 +196,16 @@ def roots_launches(
     num_slots: int = 0,
 ) -> Iterator[Launch]:
     """One launch for each run of spans of one length."""
-    width = roots.shape[1]
+    slot_width = roots.shape[1] // max(1, num_slots)
     done = 0
     for size, group in itertools.groupby(spans, key=len):
         count = len(list(group))
         first = spans[done].start - units.start
-        sizes = (first, done, plan.most, width, plan.num_blocks, max(1, num_slots))
-        operands = (sums, roots, plan.starts, *sizes, num_slots > 0, size, ROOT_COLUMNS)
-        yield Launch(roots_kernel, operands, ROOT_OPTIONS, (-(-width // ROOT_COLUMNS), count))
+        word = WORD if slot_width % WORD == 0 else 1
+        sizes = (first, done, plan.most, slot_width // word, plan.num_blocks, max(1, num_slots))
+        operands = (sums, roots, plan.starts, *sizes, num_slots > 0, word, size, ROOT_COLUMNS)
+        tiles = max(1, num_slots) * -(-slot_width // ROOT_COLUMNS)
+        yield Launch(roots_kernel, operands, ROOT_OPTIONS, (tiles, count))
         done += count
 
 

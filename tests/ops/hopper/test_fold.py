@@ -89,8 +89,8 @@ HEADS = _meta(9, 56, 128, dtype=BF16)
 
 
 def _roots(units, slots):
-    operands = (_meta(1, 5376), _meta(1, 5376), _meta(65, dtype=torch.int32), 0, 0, 1, 5376, 1, 14)
-    constants = (slots, units, fold.ROOT_COLUMNS)
+    operands = (_meta(1, 5376), _meta(1, 5376), _meta(65, dtype=torch.int32), 0, 0, 1, 96, 1, 14)
+    constants = (slots, fold.WORD, units, fold.ROOT_COLUMNS)
     return Launch(fold.roots_kernel, (*operands, *constants), fold.ROOT_OPTIONS, (1,))
 
 
