@@ -64,10 +64,10 @@ def _zeros(S: gl.constexpr):
 def _wait(acc, PENDING: gl.constexpr, S: gl.constexpr):
     """The accumulator once at most PENDING blocks' products are in flight."""
     if S.TAIL:
-        tile, tail = warpgroup_mma_wait(0 if S.REGS else 2 * PENDING, deps=acc)
+        tile, tail = warpgroup_mma_wait(2 * PENDING, deps=acc)
         return tile, tail
     else:
-        return (warpgroup_mma_wait(0 if S.REGS else PENDING, deps=acc),)
+        return (warpgroup_mma_wait(PENDING, deps=acc),)
 
 
 @gluon.jit
@@ -83,16 +83,23 @@ def _in_flight(acc, S: gl.constexpr):
 def _multiply(acc, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
     """Issue the products of one block; FRESH starts a chain from +0."""
     mbarrier.wait(ring.full.index(slot), phase)
+    return _products(acc, _m_side(ring, slot, W, S), ring, slot, FRESH, S)
+
+
+@gluon.jit
+def _m_side(ring, slot, W: gl.constexpr, S: gl.constexpr):
     if S.TA:
-        a = ring.a.index(slot * 2 + W).reshape([S.BK, S.BM]).permute((1, 0))
+        return ring.a.index(slot * 2 + W).reshape([S.BK, S.BM]).permute((1, 0))
     else:
-        a = ring.a.index(slot * 2 + W).reshape([S.BM, S.BK])
+        return ring.a.index(slot * 2 + W).reshape([S.BM, S.BK])
+
+
+@gluon.jit
+def _products(acc, a, ring, slot, FRESH: gl.constexpr, S: gl.constexpr):
     if S.TB:
         b = ring.b.index(slot).reshape([S.BK, S.BN])
     else:
         b = ring.b.index(slot).reshape([S.BN, S.BK]).permute((1, 0))
-    if S.REGS:
-        a = a.load(gl.DotOperandLayout(0, S.L, 2))
     tile = warpgroup_mma(a, b, acc[0], use_acc=not FRESH, is_async=True)
     if S.TAIL:
         if S.REGS:
@@ -171,6 +178,65 @@ def _subtree(ring, slot, phase, lag_phase, unit, plan, WIDTH: gl.constexpr, W: g
     if WIDTH > 2:
         value = _add_each(pair, value, S)
     return value, slot, phase
+
+
+@gluon.jit
+def _fetch(ring, slot, phase, W: gl.constexpr, S: gl.constexpr):
+    """The m side of a block in registers, once it is there."""
+    mbarrier.wait(ring.full.index(slot), phase)
+    return _m_side(ring, slot, W, S).load(gl.DotOperandLayout(0, S.L, 2))
+
+
+@gluon.jit
+def _step(acc, a, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
+    """One block, whose m side is in registers; that of the next comes under its products."""
+    acc = _products(acc, a, ring, slot, FRESH, S)
+    done = slot
+    slot, phase = advance(slot, phase, S.STAGES)
+    following = _fetch(ring, slot, phase, W, S)
+    acc = _wait(acc, 0, S)
+    mbarrier.arrive(ring.empty.index(done), count=1)
+    return acc, following, slot, phase
+
+
+@gluon.jit
+def _chain_of(a, ring, slot, phase, unit, plan, W: gl.constexpr, S: gl.constexpr):
+    _, count = unit_blocks(unit, plan, S.FOLD)
+    acc, a, slot, phase = _step(_zeros(S), a, ring, slot, phase, True, W, S)
+    for _ in range(1, count):
+        acc, a, slot, phase = _step(acc, a, ring, slot, phase, False, W, S)
+    return acc, a, slot, phase
+
+
+@gluon.jit
+def _four(a, ring, slot, phase, unit, plan, W: gl.constexpr, S: gl.constexpr):
+    left, a, slot, phase = _chain_of(a, ring, slot, phase, unit, plan, W, S)
+    value, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 1, plan, W, S)
+    pair = _add_each(left, value, S)
+    left, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 2, plan, W, S)
+    value, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 3, plan, W, S)
+    return _add_each(pair, _add_each(left, value, S), S), a, slot, phase
+
+
+@gluon.jit
+def _consumer_registers(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr,
+                        GROUP: gl.constexpr, STAGING: gl.constexpr, BIAS: gl.constexpr,
+                        S: gl.constexpr):  # fmt: skip
+    slot = 0
+    phase = 0
+    a = _fetch(ring, slot, phase, W, S)
+    for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        root, m, n = tile_place(t, grid, GROUP, S)
+        unit = grid[3] + root * S.WIDTH
+        value = _zeros(S)
+        for h in range(2):
+            value, a, slot, phase = _four(a, ring, slot, phase, unit + 4 * h, plan, W, S)
+            if h == 0:
+                hold(value, sink, W, S)
+            else:
+                value = _add_each(held(sink, W, S), value, S)
+        store(value, sink, root, m + W * S.BM, n, num_rows, num_columns, W, STAGING, BIAS, S)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -302,7 +368,15 @@ def gemm_kernel(
     plan = (plan0, plan1, plan2, plan3)
     m_extent = num_columns if SWAP else num_rows
     n_extent = num_rows if SWAP else num_columns
-    gl.warp_specialize([
+    if REGS:
+        gl.warp_specialize([
+            (_consumer_registers, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S)),
+            (_consumer_registers, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S)),
+            (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
+                        n_extent, PARTS, GROUP, P)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+      gl.warp_specialize([
         (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S, T)),
         (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S, T)),
         (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,

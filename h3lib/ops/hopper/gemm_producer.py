@@ -166,3 +166,6 @@ def producer(a, b, b_tail, ring, grid, plan, m_extent, n_extent, PARTS: gl.const
                         _load(a[part], b[part], b_tail[part], ring, slot, phase, unit, m, n, k,
                               both, tail, S)  # fmt: skip
                         slot, phase = advance(slot, phase, S.STAGES)
+    if S.REGS:  # consumers fetch one block ahead, also behind the last
+        mbarrier.wait(ring.empty.index(slot), phase)
+        mbarrier.arrive(ring.full.index(slot), count=1)
