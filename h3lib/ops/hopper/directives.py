@@ -14,6 +14,7 @@ a unit: with fewer the first warpgroup could lap the second and the barrier's pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from h3lib.contract import BackendError
@@ -159,6 +160,7 @@ def fp32_tiles() -> tuple[Fp32Tile, ...]:
     return tuple(tile for _, tile in FP32_TILES[ARCHITECTURE])
 
 
+@functools.lru_cache(maxsize=4096)
 def tile_for(
     op: str, rows: int, columns: int, unit_blocks: int, unit_start: int = MAX_DEPTH
 ) -> Tile:
