@@ -21,7 +21,6 @@ from h3lib.contract import BackendError
 
 ARCHITECTURE = "sm_90"
 WHOLE_ROWS = 128
-TAIL = 8  # the least n of a wgmma, and the most rows of a thin tile
 MAX_DEPTH = 64  # of every entry; the units that a lag is judged by are counted in these
 
 
@@ -36,13 +35,11 @@ class Tile:
     lag: int = 0
     rows: int = 128
     units: int = 8
-    registers: bool = False
-    thin: bool = False  # the last row tile has TAIL rows or fewer, and no more is multiplied
 
     @property
     def swapped(self) -> bool:
         """Whether rows lie on the instruction's n side, columns on its m side."""
-        return self.thin or self.rows != WHOLE_ROWS
+        return self.rows != WHOLE_ROWS
 
     @property
     def m(self) -> int:
@@ -54,12 +51,12 @@ class Tile:
         """A block's extents are powers of two."""
         if not self.swapped:
             return self.columns
-        return self.rows if self.thin else 1 << ((self.rows - 1).bit_length() - 1)
+        return 1 << ((self.rows - 1).bit_length() - 1)
 
     @property
     def tail(self) -> int:
         """More of the n side, by instructions of its own."""
-        return TAIL if self.thin else self.rows - self.n if self.swapped else 0
+        return self.rows - self.n if self.swapped else 0
 
     def runs(self, unit_blocks: int, unit_start: int) -> bool:
         """Whether units of so many blocks of MAX_DEPTH that start so can be made with this tile."""
@@ -83,7 +80,6 @@ class Entry:
             self.min_rows <= rows
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
-            and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
             and (tile.rows == WHOLE_ROWS or _covered(rows, tile.rows) < _covered(rows, WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)
         )
@@ -113,11 +109,12 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
-    # One tile of 128 rows keeps 42 of 132 multiprocessors busy at 5376 columns, two keep 84.
+    # At 5376 columns one tile of 128 rows keeps 42 of 132 multiprocessors busy, two keep 84. 264 rows
+    # as three tiles of 96 keep 126 busy, which draw the same power at a lower clock.
     ("unit_tree", "sm_90"): (
         Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
-        Entry(Tile(thin=True, stages=4, lag=2), max_rows=TAIL_MAX_ROWS),
-        Entry(Tile(thin=True, stages=4), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=96, stages=6, lag=2), max_rows=3 * 96),
+        Entry(Tile(rows=96, stages=6), max_rows=3 * 96),
         Entry(Tile(lag=2)),
         Entry(Tile()),
     ),

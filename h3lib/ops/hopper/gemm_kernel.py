@@ -6,9 +6,8 @@
 * A unit is a run of *blocks* of BK steps; what a box reads outside of it is filled with zeros, and
   a chain from +0 is never -0.0, so the added zeros change no bit.
 * Two consumer warpgroups take BM of the instruction's m side each, one warp loads by TMA. Rows lie
-  on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL (8) more
-  than a power of two: 264 rows are then two tiles of 136, where 128 would need a third one. Or the
-  third is THIN: its 8 rows are multiplied by instructions of n = 8.
+  on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL more than
+  a power of two: 264 rows are two tiles of 136 (128 + 8), or three of 96 (64 + 32), all alike.
 * An accumulator is a tuple: the tile and, with SWAP, its tail.
 * Pending sums: two live in registers beside the accumulator, the first half of eight units waits in
   shared memory. `add` is pinned assembly: with a plain `+` LLVM moves the add past the next unit,
@@ -83,27 +82,16 @@ def _in_flight(acc, S: gl.constexpr):
 def _multiply(acc, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
     """Issue the products of one block; FRESH starts a chain from +0."""
     mbarrier.wait(ring.full.index(slot), phase)
-    return _products(acc, _m_side(ring, slot, W, S), ring, slot, FRESH, S)
-
-
-@gluon.jit
-def _m_side(ring, slot, W: gl.constexpr, S: gl.constexpr):
     if S.TA:
-        return ring.a.index(slot * 2 + W).reshape([S.BK, S.BM]).permute((1, 0))
+        a = ring.a.index(slot * 2 + W).reshape([S.BK, S.BM]).permute((1, 0))
     else:
-        return ring.a.index(slot * 2 + W).reshape([S.BM, S.BK])
-
-
-@gluon.jit
-def _products(acc, a, ring, slot, FRESH: gl.constexpr, S: gl.constexpr):
+        a = ring.a.index(slot * 2 + W).reshape([S.BM, S.BK])
     if S.TB:
         b = ring.b.index(slot).reshape([S.BK, S.BN])
     else:
         b = ring.b.index(slot).reshape([S.BN, S.BK]).permute((1, 0))
     tile = warpgroup_mma(a, b, acc[0], use_acc=not FRESH, is_async=True)
     if S.TAIL:
-        if S.REGS:
-            a = gl.convert_layout(a, gl.DotOperandLayout(0, S.LT, 2))
         c = ring.tail.index(slot).reshape([S.TAIL, S.BK]).permute((1, 0))
         return tile, warpgroup_mma(a, c, acc[1], use_acc=not FRESH, is_async=True)
     else:
@@ -181,65 +169,6 @@ def _subtree(ring, slot, phase, lag_phase, unit, plan, WIDTH: gl.constexpr, W: g
 
 
 @gluon.jit
-def _fetch(ring, slot, phase, W: gl.constexpr, S: gl.constexpr):
-    """The m side of a block in registers, once it is there."""
-    mbarrier.wait(ring.full.index(slot), phase)
-    return _m_side(ring, slot, W, S).load(gl.DotOperandLayout(0, S.L, 2))
-
-
-@gluon.jit
-def _step(acc, a, ring, slot, phase, FRESH: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
-    """One block, whose m side is in registers; that of the next comes under its products."""
-    acc = _products(acc, a, ring, slot, FRESH, S)
-    done = slot
-    slot, phase = advance(slot, phase, S.STAGES)
-    following = _fetch(ring, slot, phase, W, S)
-    acc = _wait(acc, 0, S)
-    mbarrier.arrive(ring.empty.index(done), count=1)
-    return acc, following, slot, phase
-
-
-@gluon.jit
-def _chain_of(a, ring, slot, phase, unit, plan, W: gl.constexpr, S: gl.constexpr):
-    _, count = unit_blocks(unit, plan, S.FOLD)
-    acc, a, slot, phase = _step(_zeros(S), a, ring, slot, phase, True, W, S)
-    for _ in range(1, count):
-        acc, a, slot, phase = _step(acc, a, ring, slot, phase, False, W, S)
-    return acc, a, slot, phase
-
-
-@gluon.jit
-def _four(a, ring, slot, phase, unit, plan, W: gl.constexpr, S: gl.constexpr):
-    left, a, slot, phase = _chain_of(a, ring, slot, phase, unit, plan, W, S)
-    value, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 1, plan, W, S)
-    pair = _add_each(left, value, S)
-    left, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 2, plan, W, S)
-    value, a, slot, phase = _chain_of(a, ring, slot, phase, unit + 3, plan, W, S)
-    return _add_each(pair, _add_each(left, value, S), S), a, slot, phase
-
-
-@gluon.jit
-def _consumer_registers(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr,
-                        GROUP: gl.constexpr, STAGING: gl.constexpr, BIAS: gl.constexpr,
-                        S: gl.constexpr):  # fmt: skip
-    slot = 0
-    phase = 0
-    a = _fetch(ring, slot, phase, W, S)
-    for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
-        root, m, n = tile_place(t, grid, GROUP, S)
-        unit = grid[3] + root * S.WIDTH
-        value = _zeros(S)
-        for h in range(2):
-            value, a, slot, phase = _four(a, ring, slot, phase, unit + 4 * h, plan, W, S)
-            if h == 0:
-                hold(value, sink, W, S)
-            else:
-                value = _add_each(held(sink, W, S), value, S)
-        store(value, sink, root, m + W * S.BM, n, num_rows, num_columns, W, STAGING, BIAS, S)
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _pass_over(ring, slot, phase, unit, plan, S: gl.constexpr):
     """Hand back the blocks of a tile in which this warpgroup has nothing."""
     for u in range(S.WIDTH):
@@ -272,9 +201,8 @@ def _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan, num_rows, 
 
 @gluon.jit
 def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GROUP: gl.constexpr,
-              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr,
-              T: gl.constexpr):  # fmt: skip
-    """BM W .. BM W + BM - 1 on the m side of every tile of this program; T: a thin tile's form."""
+              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+    """BM W .. BM W + BM - 1 on the m side of every tile of this program."""
     m_extent = num_columns if S.SWAP else num_rows
     slot = 0
     phase = 0
@@ -285,16 +213,6 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
         unit = grid[3] + root * S.WIDTH
         if m >= m_extent:
             slot, phase = _pass_over(ring, slot, phase, unit, plan, S)
-        elif S.THIN:
-            if n + T.BN >= num_rows:
-                thin = Ring(ring.a, ring.tail, ring.tail, ring.full, ring.empty, ring.lag)
-                out = Sink(sink.out_tail, sink.out_tail, sink.bias, sink.staging_tail,
-                           sink.staging_tail, sink.pending_tail, sink.pending_tail)  # fmt: skip
-                slot, phase = _tile(out, thin, slot, phase, lag_phase, root, m, n, unit, plan,
-                                    num_rows, num_columns, W, 1, BIAS, T)  # fmt: skip
-            else:
-                slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
-                                    num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         else:
             slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
                                 num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
@@ -311,9 +229,9 @@ def gemm_kernel(
     a0, a1, a2, b0, b1, b2, tail0, tail1, tail2, out, out_tail, bias,
     roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    REGS: gl.constexpr, TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, TA: gl.constexpr,
-    TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
+    TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    LAG: gl.constexpr, SWAP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr, FOLD: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """One persistent program a multiprocessor; tiles by stride, so no tile depends on arrival."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -322,12 +240,7 @@ def gemm_kernel(
     LT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL > 0 else 8, 16]
     )
-    STEP: gl.constexpr = BN if THIN else BN + TAIL
-    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, REGS, L,
-                           LT)  # fmt: skip
-    S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
-                           TA, TB, FOLD, REGS, L, LT)  # fmt: skip
-    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, REGS, LT,
+    S: gl.constexpr = Form(WIDTH, BM, BN, TAIL, BN + TAIL, BK, STAGES, LAG, SWAP, TA, TB, FOLD, L,
                            LT)  # fmt: skip
     b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1
@@ -341,11 +254,11 @@ def gemm_kernel(
     if TAIL:
         ring_tail = gl.allocate_shared_memory(b0.dtype, [STAGES] + tail0.block_shape, tail0.layout)
         staging_tail = gl.allocate_shared_memory(
-            out.dtype, [2] + out_tail.block_shape, out_tail.layout
+            out.dtype, [2 * STAGING] + out_tail.block_shape, out_tail.layout
         )
         if WIDTH == 8:
             half_tail: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-            pending_tail = gl.allocate_shared_memory(gl.float32, [2, BM, TAIL], half_tail)
+            pending_tail = staging_tail._reinterpret(gl.float32, [2, BM, TAIL], half_tail)
         else:
             pending_tail = staging_tail
     else:
@@ -368,17 +281,9 @@ def gemm_kernel(
     plan = (plan0, plan1, plan2, plan3)
     m_extent = num_columns if SWAP else num_rows
     n_extent = num_rows if SWAP else num_columns
-    if REGS:
-        gl.warp_specialize([
-            (_consumer_registers, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S)),
-            (_consumer_registers, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S)),
-            (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
-                        n_extent, PARTS, GROUP, P)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-      gl.warp_specialize([
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S, T)),
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S, T)),
+    gl.warp_specialize([
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S)),
         (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
-                    n_extent, PARTS, GROUP, P)),
+                    n_extent, PARTS, GROUP, S)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -47,7 +47,7 @@ def fold(tile, root=EVERY, dtype=torch.bfloat16):
 
 OPS = ("linear_forward", "linear_dx", "unit_tree", "row_fold")
 FORWARD, DX, TREE, FOLD = (directives.tiles(op) for op in OPS)
-THIN = next(tile for tile in TREE if tile.thin)
+LOW = next(tile for tile in TREE if tile.swapped)
 LAUNCHES = {
     **{f"linear_forward {tile}": (chain, tile) for tile in FORWARD},
     **{f"linear_dx {tile}": (chain, tile, False) for tile in DX},
@@ -55,9 +55,9 @@ LAUNCHES = {
     "linear_forward with bias, swapped": (chain, FORWARD[1], True, meta(768)),
     **{f"unit tree {tile}": (product, tile) for tile in TREE},
     "unit tree of three parts": (product, TREE[-1], 3),
-    "unit tree of three parts, thin": (product, THIN, 3),
+    "unit tree of three parts, low": (product, LOW, 3),
     **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (2, 4, 8)},
-    "root of 8 units, thin": (tree, THIN, 8, 2, torch.float32),
+    "root of 8 units, low": (tree, LOW, 8, 2, torch.float32),
     **{f"row fold {tile}": (fold, tile) for tile in FOLD},
     "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
 }
@@ -71,8 +71,7 @@ def test_wgmma_and_tma_without_spills(name):
     code.check(tensor_cores=True)
     # One wait a block, however many HGMMA it has: none was serialised.
     option = launch.options
-    tails = option["TAIL"] > 0 and not option["THIN"]
-    in_block = option["BK"] // 16 * (option["BM"] // 64) * (1 + tails)
+    in_block = option["BK"] // 16 * (option["BM"] // 64) * (1 + (option["TAIL"] > 0))
     assert code.count("HGMMA") == code.count("WARPGROUP.DEPBAR") * in_block
     assert code.shared_bytes <= 227 * 1024
 
@@ -138,7 +137,9 @@ def test_directives_lag_only_where_units_are_long_enough():
         assert directives.tile_for("linear_dx", rows, columns, 84).swapped
     for rows in (128, 137, 256, 273, 4096):
         assert not directives.tile_for("linear_dx", rows, 7168, 84).swapped
+    for rows in (128, 193, 256, 289, 4096):
         assert not directives.tile_for("unit_tree", rows, 5376, 14).swapped
-    assert directives.tile_for("unit_tree", 264, 5376, 14).thin
+    for rows in (129, 192, 257, 264, 288):
+        assert directives.tile_for("unit_tree", rows, 5376, 14).rows == 96
     assert directives.fp32_tile_for(96) != directives.fp32_tile_for(5376)
     assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64
