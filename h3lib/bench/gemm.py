@@ -23,8 +23,9 @@ from h3lib.bench.measure import (
 )
 from h3lib.contract import RowUnits
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_tree import subtree_launch
 
 ROWS = (264, 4096, 14910, 37776)
@@ -80,7 +81,7 @@ def measure_tiles(protocol: Protocol) -> Iterator[dict[str, object]]:
 
 def _measure_fp32_table(case: Case, how: Protocol) -> Iterator[dict[str, object]]:
     sets, tiles = case.sets(TILE_ROWS[-1]), directives.fp32_tiles()
-    chosen = directives.fp32_tile_for(len(sets[0][1]))
+    chosen = directives.fp32_tile_for(TILE_ROWS[-1], len(sets[0][1]))
     outs = [chain_fp32(sets[0][0], sets[0][1].T, tile=tile) for tile in tiles]
     calls = [
         lambda i, tile=tile: chain_fp32(sets[i][0], sets[i][1].T, tile=tile) for tile in tiles

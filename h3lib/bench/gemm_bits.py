@@ -24,8 +24,9 @@ from h3lib.ops.gemm import (
     unit_tree_roots,
 )
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_tree import subtree_launch
 from h3lib.ops.tree import root_nodes, tree_sum
 

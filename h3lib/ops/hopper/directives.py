@@ -109,8 +109,8 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
-    # At 5376 columns one tile of 128 rows keeps 42 of 132 multiprocessors busy, two keep 84. 264 rows
-    # as three tiles of 96 keep 126 busy, which draw the same power at a lower clock.
+    # At 5376 columns two tiles of 128 rows keep 84 of 132 multiprocessors busy; 264 rows as three
+    # tiles of 96 keep 126 busy, which draw the same power at a lower clock.
     ("unit_tree", "sm_90"): (
         Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
         Entry(Tile(rows=96, stages=6, lag=2), max_rows=3 * 96),
@@ -129,32 +129,39 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
 
 @dataclass(frozen=True)
 class Fp32Tile:
-    """A choice of the FP32 chain, which runs on the CUDA cores in plain Triton."""
+    """A choice of the FP32 chain, which runs on the CUDA cores; `warps` of it down and across."""
 
     rows: int
     columns: int
     depth: int
-    num_warps: int
-    stages: int = 3
+    warps: tuple[int, int]
+
+    @property
+    def num_warps(self) -> int:
+        return self.warps[0] * self.warps[1]
 
 
-FP32_TILES: dict[str, tuple[tuple[int, Fp32Tile], ...]] = {
+FP32_TILES: dict[str, tuple[Fp32Tile, ...]] = {
     "sm_90": (
-        (1024, Fp32Tile(64, 64, 16, num_warps=4)),
-        (1, Fp32Tile(64, 64, 32, num_warps=4)),
+        Fp32Tile(64, 128, 16, (2, 2)),
+        Fp32Tile(32, 32, 32, (4, 1)),
     ),
 }
-"""(columns from which on a tile is taken, tile), descending."""
+"""The first whose tiles give every multiprocessor one, else the last."""
+FP32_LEAST_TILES = 132
 
 
-def fp32_tile_for(columns: int) -> Fp32Tile:
+def fp32_tile_for(rows: int, columns: int) -> Fp32Tile:
     """The tile of the FP32 chain that the table gives for this shape."""
-    return next(tile for least, tile in FP32_TILES[ARCHITECTURE] if columns >= least)
+    for tile in FP32_TILES[ARCHITECTURE]:
+        if -(-rows // tile.rows) * -(-columns // tile.columns) >= FP32_LEAST_TILES:
+            return tile
+    return FP32_TILES[ARCHITECTURE][-1]
 
 
 def fp32_tiles() -> tuple[Fp32Tile, ...]:
     """Every tile in the FP32 chain's table."""
-    return tuple(tile for _, tile in FP32_TILES[ARCHITECTURE])
+    return FP32_TILES[ARCHITECTURE]
 
 
 @functools.lru_cache(maxsize=4096)
