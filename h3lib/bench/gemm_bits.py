@@ -122,6 +122,11 @@ def check_fp32() -> Iterator[Finding]:
     leaves = [reference.reference_fma(a[:, u * w : u * w + w], b[u * w : u * w + w]) for u in EVERY]
     expected = reference.eight(leaves)
     yield found("fp32", "unit tree", product(parts, torch.float32), expected)
+    rows = RowUnits(1097)
+    dy, x = random(1097, 96, dtype=torch.float32), random(1097, 200, dtype=torch.float32)
+    spans = [rows.sequence_unit_rows(range(unit, unit + 1)) for unit in EVERY]
+    leaves = [reference.reference_fma(dy[r.start : r.stop].T, x[r.start : r.stop]) for r in spans]
+    yield found("fp32", "row fold", fold(dy, x, rows), reference.eight(leaves))
     for dtype in (BF16, torch.float32):
         for m in (1, 2, 5):
             dm, s = random(m, 1000, dtype=dtype), random(m, 672, dtype=dtype)
