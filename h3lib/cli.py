@@ -57,10 +57,17 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives", "layouts", "overlap"))
+    bench.add_argument(
+        "what", choices=("kernels", "bits", "collectives", "layouts", "overlap")
+    )
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
-    parts = ("rowwise", "gemm", "attention", "block")
-    bench.add_argument("--parts", nargs="+", choices=parts, help="of kernels; all if left out")
+    bench.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("rowwise", "gemm", "attention", "block", "tiles"),
+        metavar="PART",
+        help="of kernels: rowwise, gemm, attention, block, and tiles, which is left out of all",
+    )
     bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
     bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
     bench.set_defaults(main=_bench)
@@ -280,10 +287,14 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.overlap import bench_overlap
 
             bench_overlap(options.out)
-        else:
-            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+        elif options.what == "bits":
+            from h3lib.bench.bits import bench_bits
 
-            bench_kernels(options.out, options.parts or PARTS)
+            return EQUAL if bench_bits(options.out) else 1
+        else:
+            from h3lib.bench.kernels import DEFAULT, bench_kernels  # needs Triton, unlike run
+
+            bench_kernels(options.out, options.parts or DEFAULT)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED

@@ -302,12 +302,10 @@ def environment(device: str, machine: str) -> dict:
     """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
     return {
         "git_commit": provenance.git_commit(),
-        "git_dirty": provenance.git_dirty(),
         "device_name": provenance.device_name(device),
         "driver": provenance.driver_version() if device == "cuda" else None,
-        **provenance.versions("python", "torch", "triton", "numpy"),
+        **provenance.setting("torch", "triton", "numpy"),
         "machine": machine,
-        "date": provenance.date(),
     }
 
 

@@ -45,8 +45,8 @@ from h3lib.bench.litmus_kernels import (
     abort_kernel,
     exchange_kernel,
 )
-from h3lib.bench.measure import environment
 from h3lib.parallel.peer_sync import PAGE_WORDS
+from h3lib.provenance import gpu_environment
 
 SIZE = 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
@@ -161,7 +161,7 @@ def main() -> None:
         print(litmus, "passed" if litmus.passed else "FAILED", flush=True)
         found.append(litmus)
     content = {
-        "environment": environment() | {"commit": options.commit},
+        "environment": gpu_environment(options.commit),
         "litmus": [asdict(litmus) | {"passed": litmus.passed} for litmus in found],
         "passed": all(litmus.passed for litmus in found),
         "complete": True,
