@@ -1,4 +1,4 @@
-"""Interference needs a GPU for each rank; what it changes, and what it reads, can be seen without."""
+"""Interference needs a GPU for each rank; what it changes and reads can be seen without."""
 
 import types
 
