@@ -15,7 +15,7 @@ BF16, FP32 = 2, 4
 def saved_parts(layout: Layout, rows: int, size: ModelSize | None = None) -> dict[str, int]:
     """Closed form of what the rank with most rows saves, BF16 tensors alone, by where it is saved.
 
-    K and V of other ranks' rows are apart: a ring that meets shards in order saves none of them.
+    K and V of all rows, gathered, are apart: a ring that meets shards in order keeps none of them.
     """
     size = size or model_size("full")
     owner, tp = Ownership.of(layout, rows, PUBLISHED), layout.tp
@@ -26,7 +26,7 @@ def saved_parts(layout: Layout, rows: int, size: ModelSize | None = None) -> dic
         "inputs of products": BF16 * 2 * shard * size.hidden_size,
         "heads": BF16 * 6 * shard * heads,  # q, k before the norm and after; v; out
         "feed-forward": BF16 * 3 * shard * ffn,
-        "K and V of other rows": BF16 * 2 * rows * heads if layout.cp > 1 else 0,
+        "K and V gathered": BF16 * 2 * rows * heads if layout.cp > 1 else 0,
     }
 
 

@@ -66,7 +66,7 @@ def test_what_is_saved_of_one_rank_by_hand():
 
 def test_only_context_parallelism_gathers():
     assert gathered_in_backward(Layout.parse("tp8-sp"), 100) == 0
-    assert saved_parts(Layout.parse("tp8-sp"), 1024)["K and V of other rows"] == 0
+    assert saved_parts(Layout.parse("tp8-sp"), 1024)["K and V gathered"] == 0
     heads, width = TINY.num_attention_heads, TINY.inner_dim
     found = gathered_in_backward(Layout.parse("cp4"), 100, TINY)
     assert found == 100 * 2 * (BF16 * width + FP32 * heads)
