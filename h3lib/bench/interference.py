@@ -64,9 +64,12 @@ class Work:
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
 
-    def describe(self) -> dict[str, object]:
-        return {"name": self.name, "way": self.way, "programs": self.programs,
-                "high_priority": self.priority < 0}  # fmt: skip
+    def describe(self, what: str) -> dict[str, object]:
+        """Its part of a line; `what` is "product" or "collective"."""
+        named = {what: self.name, f"{what}_way": self.way}
+        if what == "product":
+            return named
+        return named | {"programs": self.programs, "high_priority": self.priority < 0}
 
 
 @contextlib.contextmanager
@@ -170,8 +173,8 @@ class Interference:
         times = {name: max(rank[name] for rank in ranks) for name in mine}
         slow = {name: times[f"{name}_beside_us"] / times[f"{name}_alone_us"] for name in sides}
         return {
-            "product": product.describe(),
-            "collective": collective.describe(),
+            **product.describe("product"),
+            **collective.describe("collective"),
             **times,
             **{f"{name}_slowdown": value for name, value in slow.items()},
             "gain": sum(1 / value for value in slow.values()),
@@ -242,6 +245,23 @@ class Interference:
         self.bench.close()
 
 
+def beside_nccl(lines: list[dict]) -> None:
+    """Add `of_nccl`: what a product loses, in parts of what the same product loses beside the same
+    collective of NCCL with its default CTAs; None where that is nothing."""
+
+    def key(line: dict) -> tuple:
+        return line["product"], line["product_way"], line["collective"]
+
+    default = {
+        key(line): line["product_slowdown"] - 1
+        for line in lines
+        if line["collective_way"] == NCCL and line["programs"] is None
+    }
+    for line in lines:
+        lost = default[key(line)]
+        line["of_nccl"] = (line["product_slowdown"] - 1) / lost if lost > 0 else None
+
+
 def _launch(event: dict) -> dict[str, object]:
     """A kernel of a trace: programs and threads of its launch."""
     programs, threads = (math.prod(event["args"][key]) for key in ("grid", "block"))
@@ -285,9 +305,10 @@ def rank_main(out: Path) -> None:
             if run.rank == 0:
                 print(found[-1], flush=True)
         write(complete=False)
-    for work in (*products, *collectives):
-        profiles.append(work.describe() | {"kernels": run.launches(work)})
+    for what, works in (("product", products), ("collective", collectives)):
+        profiles.extend(work.describe(what) | {"kernels": run.launches(work)} for work in works)
     run.close()
+    beside_nccl(found)
     write(complete=True)
 
 

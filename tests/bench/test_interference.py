@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h3lib.bench import interference
-from h3lib.bench.interference import limited
+from h3lib.bench.interference import NCCL, OURS, beside_nccl, limited
 from h3lib.parallel import peer_steps
 
 
@@ -30,3 +30,17 @@ def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch
                      "multiprocessors": 128, "us": 3.5}  # fmt: skip
     event["args"]["grid"] = [528, 1, 1]
     assert interference._launch(event)["multiprocessors"] == 132
+
+
+def test_what_is_lost_is_measured_by_what_is_lost_beside_nccl():
+    same = {"product": "one wave", "product_way": "cuBLAS", "collective": "all_reduce"}
+    lines = [
+        {**same, "collective_way": NCCL, "programs": None, "product_slowdown": 1.4},
+        {**same, "collective_way": NCCL, "programs": 4, "product_slowdown": 1.2},
+        {**same, "collective_way": OURS, "programs": None, "product_slowdown": 1.1},
+    ]
+    beside_nccl(lines)
+    assert [line["of_nccl"] for line in lines] == [1, pytest.approx(0.5), pytest.approx(0.25)]
+    lines[0]["product_slowdown"] = 1.0
+    beside_nccl(lines)
+    assert {line["of_nccl"] for line in lines} == {None}
