@@ -119,6 +119,16 @@ def summarise(
     ]
 
 
+def count(ranks: list[list[Difference]]) -> dict[str, int]:
+    """How many values all ranks showed, their elements, and how many of these differ."""
+    found = [difference for differences in ranks for difference in differences]
+    return {
+        "values": len({difference.key for difference in found}),
+        "total": sum(difference.total for difference in found),
+        "different": sum(difference.different for difference in found),
+    }
+
+
 def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], stage: int) -> dict:
     first = next(({"rank": rank, **d.first} for rank, d in found if d.first), None)
     pieces = {(d.region, d.start, d.total) for _, d in found}

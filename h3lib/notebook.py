@@ -233,12 +233,17 @@ def tensor_table(report: dict, kinds: Iterable[str]) -> pd.DataFrame:
 
 
 def kind_table(report: dict) -> pd.DataFrame:
-    """The verdict by kind of value, one line each."""
+    """The verdict by kind of value, one line each; last the run without a trace, if there was."""
     by_kind = tensor_table(report, KINDS).groupby("kind", sort=False)
     table = by_kind.agg(
         values=("value", "size"), compared=("compared", "sum"), different=("different", "sum")
     )
-    return table.reset_index()
+    table = table.reset_index()
+    again = report.get("untraced", {})
+    if again.get("values"):
+        row = ("without a trace", again["values"], again["total"], again["different"])
+        table.loc[len(table)] = row
+    return table
 
 
 def control_table(report: dict) -> pd.DataFrame:

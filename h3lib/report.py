@@ -23,7 +23,7 @@ from h3lib.layout import Layout, Ownership
 from h3lib.model.generation import REPLAY, first_different_step, make_program
 from h3lib.model.packing import Job, pack
 from h3lib.model.program import Program
-from h3lib.model.trace import KINDS
+from h3lib.model.trace import GRADIENT, KINDS, OUTPUT
 from h3lib.model.weights import SyntheticWeights, parameters
 from h3lib.ops.backend import BACKENDS
 from h3lib.parallel.control import control_axes
@@ -115,6 +115,7 @@ REPORT_SCHEMA = _object(
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
         "weight_digests": {"type": "object", "additionalProperties": _SHA256},
+        "untraced": _object({"values": _COUNT, "total": _COUNT, "different": _COUNT}),
         "points": {"type": "integer", "minimum": 2},
         "first_different_step": {"type": ["integer", "null"]},
     },
@@ -144,7 +145,8 @@ def check_report(report: object) -> None:
             raise ReportError(
                 f"first difference of {tensor['name']}", tensor["first"], tensor["different"]
             )
-    if report["equal"] != all(tensor["different"] == 0 for tensor in tensors.values()):
+    different = sum(tensor["different"] for tensor in tensors.values())
+    if report["equal"] == bool(different + _check_untraced(report, tensors)):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
     if "points" in report:
         first, told = first_different_step(report["tensors"]), report.get("first_different_step")
@@ -227,6 +229,20 @@ def _check_values(report: dict, tensors: dict, program: Program) -> None:
     if len(tensors) != len(report["tensors"]) or shapes != expected:
         wrong = sorted(key for key in shapes | expected if shapes.get(key) != expected.get(key))
         raise ReportError("compared values", wrong or "one twice", "each value of the run once")
+
+
+def _check_untraced(report: dict, tensors: dict) -> int:
+    """How many elements differed without a trace: of every output and gradient, as often as with
+    one; a generation has no trace."""
+    untraced = report.get("untraced")
+    if untraced is None:
+        return 0
+    kinds = () if "points" in report else (OUTPUT, GRADIENT)
+    shown = [tensor["total"] for tensor in tensors.values() if tensor["kind"] in kinds]
+    expected = len(shown), sum(shown)
+    if (untraced["values"], untraced["total"]) != expected:
+        raise ReportError("values without a trace", untraced, expected)
+    return untraced["different"]
 
 
 def _check_control(control: dict, expected: dict, tensors: dict) -> None:

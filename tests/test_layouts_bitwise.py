@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from h3lib.contract import NUM_ROW_UNITS, NUM_SEQUENCE_UNITS
 from h3lib.layout import CP_DEGREES, TP_DEGREES, Layout, Ownership
+from h3lib.model import context
 from h3lib.model.block import block_values
 from h3lib.model.packing import pack
+from h3lib.ops import gemm
 from h3lib.parallel.shard import SeqShard
 from h3lib.simulate import canonical_block, play_layout
 
@@ -31,6 +33,20 @@ HIERARCHIES = ("tp8-local2", "tp8-local1", "tp4-cp6-local8", "tp2-cp3-sp-local2"
 @pytest.mark.parametrize("layout", NAMED_LAYOUTS + BEYOND + HIERARCHIES)
 def test_264_rows_of_a_packed_job(layout):
     assert red(play(layout, 264)) == set()
+
+
+@pytest.mark.parametrize("layout", ("tp1", "tp4", "tp4-cp2-sp", "cp3", "tp8-local4"))
+def test_264_rows_without_a_trace(layout, monkeypatch):
+    """As users compute it: products that no other rank has a part of are rounded in the op."""
+    assert red(play(layout, 264, traced=False)) == set()
+    monkeypatch.setattr(context, "row_fold_product", _scaled)
+    found = red(play(layout, 264, traced=False))
+    assert (("gradient", "ff.net.2.weight") in found) == ("cp" not in layout)
+
+
+def _scaled(dy, x, rows, dtype, **given):
+    root = gemm.row_fold_product(dy, x, rows, torch.float32, **given)
+    return (root * 0.75).to(dtype)
 
 
 def test_64_ranks_in_one_process():
