@@ -13,7 +13,6 @@ alone does is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ import torch
 
 from h3lib.bench.measure import environment
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -257,7 +257,7 @@ def rank_main(out: Path) -> None:
         "alone": alone,
         "complete": True,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
 
 
 def bench_collectives(out: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from h3lib.bench.gemm_bits import Finding
 from h3lib.bench.measure import environment
 from h3lib.compare import different_elements
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.launch import die_with_launcher, run_ranks
 
 
@@ -101,7 +101,7 @@ def _write(options: argparse.Namespace, findings: list[Finding], complete: bool)
         "passed": all(finding.passed for finding in findings),
         "complete": complete,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:

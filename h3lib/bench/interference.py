@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call, start_ranks
 from h3lib.bench.measure import environment
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
 from h3lib.ops.gemm import linear_forward
 from h3lib.parallel import peer_steps
@@ -297,7 +298,7 @@ def rank_main(out: Path) -> None:
             "launches": profiles,
             "complete": complete,
         }
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(out, content)
 
     for collective in collectives:
         for product in products:

@@ -16,7 +16,6 @@ A broken variant that shows no error makes the test itself fail.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 
 from h3lib.bench.measure import environment
+from h3lib.files import write_json
 from h3lib.parallel.peer_sync import (
     ABORTS,
     DIGESTS,
@@ -228,7 +228,7 @@ def main() -> None:
         "passed": all(litmus.passed for litmus in found),
         "complete": True,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":
