@@ -1,9 +1,11 @@
 """A product beside a collective, each on a stream: `python -m h3lib.bench.interference --out FILE`.
 
     product slowdown      its time while collectives run all the while / its time alone
-    collective slowdown   its time while products run all the while / its time alone
+    collective slowdown   its time while products run all the while / its time alone with as many
+                          programs as it has by default, whatever its limit
     gain                  1 / product slowdown + 1 / collective slowdown: what two streams do in the
                           time in which one of the two would do 1; at 1 they are no faster than one
+    of NCCL               what a product loses / what it loses beside NCCL's with its default CTAs
     multiprocessors       that a launch can be on at once: its programs, at most all; from a profile
 
 One rank a GPU, two or more. Products of one wave have a tile for each multiprocessor and lose a
@@ -172,14 +174,7 @@ class Interference:
         mine = {name: statistics.median(taken) for name, taken in samples.items()}
         ranks = self.world.gather_objects(mine)
         times = {name: max(rank[name] for rank in ranks) for name in mine}
-        slow = {name: times[f"{name}_beside_us"] / times[f"{name}_alone_us"] for name in sides}
-        return {
-            **product.describe("product"),
-            **collective.describe("collective"),
-            **times,
-            **{f"{name}_slowdown": value for name, value in slow.items()},
-            "gain": sum(1 / value for value in slow.values()),
-        }
+        return {**product.describe("product"), **collective.describe("collective"), **times}
 
     def _replays(self, work: Work) -> int:
         """Replays that fill a window, the same on every rank."""
@@ -246,20 +241,22 @@ class Interference:
         self.bench.close()
 
 
-def beside_nccl(lines: list[dict]) -> None:
-    """Add `of_nccl`: what a product loses, in parts of what the same product loses beside the same
-    collective of NCCL with its default CTAs; None where that is nothing."""
-
-    def key(line: dict) -> tuple:
-        return line["product"], line["product_way"], line["collective"]
-
+def relate(lines: list[dict]) -> None:
+    """Add what needs the line of the default as well: slowdowns, gain, and of_nccl, None where
+    nothing is lost beside NCCL."""
     default = {
-        key(line): line["product_slowdown"] - 1
+        (line["product"], line["product_way"], line["collective"], line["collective_way"]): line
         for line in lines
-        if line["collective_way"] == NCCL and line["programs"] is None
+        if line["programs"] is None and not line["high_priority"]
     }
     for line in lines:
-        lost = default[key(line)]
+        same = line["product"], line["product_way"], line["collective"]
+        alone = default[*same, line["collective_way"]]["collective_alone_us"]
+        line["product_slowdown"] = line["product_beside_us"] / line["product_alone_us"]
+        line["collective_slowdown"] = line["collective_beside_us"] / alone
+        line["gain"] = 1 / line["product_slowdown"] + 1 / line["collective_slowdown"]
+        theirs = default[*same, NCCL]
+        lost = theirs["product_beside_us"] / theirs["product_alone_us"] - 1
         line["of_nccl"] = (line["product_slowdown"] - 1) / lost if lost > 0 else None
 
 
@@ -309,7 +306,7 @@ def rank_main(out: Path) -> None:
     for what, works in (("product", products), ("collective", collectives)):
         profiles.extend(work.describe(what) | {"kernels": run.launches(work)} for work in works)
     run.close()
-    beside_nccl(found)
+    relate(found)
     write(complete=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h3lib.bench import interference
-from h3lib.bench.interference import NCCL, OURS, beside_nccl, limited
+from h3lib.bench.interference import NCCL, OURS, limited, relate
 from h3lib.parallel import peer_steps
 
 
@@ -32,15 +32,20 @@ def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch
     assert interference._launch(event)["multiprocessors"] == 132
 
 
-def test_what_is_lost_is_measured_by_what_is_lost_beside_nccl():
-    same = {"product": "one wave", "product_way": "cuBLAS", "collective": "all_reduce"}
-    lines = [
-        {**same, "collective_way": NCCL, "programs": None, "product_slowdown": 1.4},
-        {**same, "collective_way": NCCL, "programs": 4, "product_slowdown": 1.2},
-        {**same, "collective_way": OURS, "programs": None, "product_slowdown": 1.1},
-    ]
-    beside_nccl(lines)
-    assert [line["of_nccl"] for line in lines] == [1, pytest.approx(0.5), pytest.approx(0.25)]
-    lines[0]["product_slowdown"] = 1.0
-    beside_nccl(lines)
-    assert {line["of_nccl"] for line in lines} == {None}
+def test_slowdowns_are_over_the_default_alone_and_losses_over_those_beside_nccl():
+    same = {"product": "one wave", "product_way": "cuBLAS", "collective": "all_reduce",
+            "product_alone_us": 100.0, "high_priority": False}  # fmt: skip
+
+    def line(way, programs, product, alone, beside):
+        return {**same, "collective_way": way, "programs": programs, "product_beside_us": product,
+                "collective_alone_us": alone, "collective_beside_us": beside}  # fmt: skip
+
+    lines = [line(NCCL, None, 140.0, 50.0, 75.0), line(OURS, None, 110.0, 60.0, 90.0),
+             line(OURS, 8, 105.0, 80.0, 120.0)]  # fmt: skip
+    relate(lines)
+    assert [x["of_nccl"] for x in lines] == [1, pytest.approx(0.25), pytest.approx(0.125)]
+    assert [x["collective_slowdown"] for x in lines] == [1.5, 1.5, 2.0]
+    assert lines[2]["gain"] == pytest.approx(1 / 1.05 + 1 / 2)
+    lines[0]["product_beside_us"] = 100.0
+    relate(lines)
+    assert {x["of_nccl"] for x in lines} == {None}
