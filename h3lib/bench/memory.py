@@ -30,6 +30,12 @@ def saved_parts(layout: Layout, rows: int, size: ModelSize | None = None) -> dic
     }
 
 
+def own_output(layout: Layout, rows: int, size: ModelSize | None = None) -> int:
+    """Bytes of the block's output on the rank with most rows."""
+    size = size or model_size("full")
+    return BF16 * _most(Ownership.of(layout, rows, PUBLISHED).row_cuts()) * size.hidden_size
+
+
 def gathered_in_backward(layout: Layout, rows: int, size: ModelSize | None = None) -> int:
     """Bytes of Q, dO, log-sum-exp and delta of all rows, which dK and dV are made from; 0 if
     nothing is gathered."""
