@@ -110,7 +110,7 @@ class Interference:
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(CALLS):
                 run()
         return Work(name, way, programs, priority, run, graph, stream)
@@ -178,6 +178,7 @@ class Interference:
 
     def _replays(self, work: Work) -> int:
         """Replays that fill a window, the same on every rank."""
+        self._window(work, 1)  # a graph's first replay also uploads it
         took, _ = self._window(work, 1)
         longest = max(self.world.gather_objects(took))
         return max(1, math.ceil(WINDOW_US / (CALLS * longest)))
