@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -19,6 +18,7 @@ from h3lib.contract import (
 )
 from h3lib.doctor import PROBLEM, examine, verdicts
 from h3lib.explain import explain
+from h3lib.files import write_json
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
@@ -338,7 +338,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return REFUSED
     found = examine()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.out, found)
     for check in found["checks"]:
         why = f"  ({check['why']})" if check["why"] else ""
         print(f"{check['verdict']:<9}{check['name']:<22}{check['found']}{why}")

@@ -14,7 +14,6 @@ alone does is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ import torch
 
 from h3lib.bench.measure import Protocol, graphed, medians, time_us
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -77,7 +77,6 @@ class Bench:
         self.nccl = NcclLibrary(self.world, list(self.ranks)) if self.owns_gpu else None
         self.cuts = [8 * r // size for r in range(size + 1)]
         self.rows: list[Row] = []
-        self.side = torch.cuda.Stream()
 
     def open(self, ranks: tuple[int, ...], shape: Shape | None = None) -> PeerTree:
         control = self.world.connect(ranks, self.rank)
@@ -152,32 +151,6 @@ class Bench:
             raise PeerError("bytes by (source, destination)", table, expected)
         return {"op": "all_reduce to BF16", "elements": n, "sent": table, "closed_form": expected}
 
-    def beside_product(self) -> list[dict[str, object]]:
-        """A product alone, and with all-reduces of 128 MiB on another stream."""
-        if self.nccl is None:
-            return [{"what": "product beside an all-reduce", "status": NOT_RUN}]
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-        roots = torch.randn(1, 32 << 20, device="cuda")
-        copy, found = roots[0] * TINY, []
-        (alone,) = self.times([lambda: a @ b], graph=False)
-        for name, call in (
-            ("ours", lambda: self.collective.all_reduce(roots, self.cuts, BF16)),
-            ("NCCL FP32", lambda: self.nccl.all_reduce(copy)),
-        ):
-
-            def both(call: Call = call) -> None:
-                self.side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.side):
-                    call()
-                for _ in range(2):
-                    a @ b
-                torch.cuda.current_stream().wait_stream(self.side)
-
-            (together,) = self.times([both], graph=False)
-            found.append({"what": "two products beside an all-reduce of 128 MiB", "which": name,
-                          "alone_us": 2 * alone, "together_us": together})  # fmt: skip
-        return found
-
     def alone(self) -> list[dict[str, object]]:
         """The steps of one rank in a world of one, to BF16: launches and local memory alone."""
         tree = self.open((self.rank,))
@@ -246,7 +219,7 @@ def rank_main(out: Path) -> None:
     for num_bytes in (*SMALL, *LARGE):
         bench.measure(num_bytes)
     links = [bench.links(n) for n in (1000, (1 << 20) + 3, 1 << 24)]
-    beside, alone = bench.beside_product(), bench.alone()
+    alone = bench.alone()
     bench.close()
     if bench.rank:
         return
@@ -261,21 +234,34 @@ def rank_main(out: Path) -> None:
         "measurements": [asdict(row) for row in bench.rows],
         "links": links,
         "fit": fit(bench.rows, bench.size),
-        "beside_product": beside,
         "alone": alone,
         "complete": True,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
 
 
 def bench_collectives(out: Path) -> None:
     """One rank a GPU, or two on one GPU; write `out`. **Raises:** PeerError if a rank fails."""
-    ranks = max(2, torch.cuda.device_count())
+    start_ranks("h3lib.bench.collectives", [str(out)], max(2, torch.cuda.device_count()))
+
+
+def start_ranks(module: str, arguments: list[str], ranks: int, timeout_s: float = 1200.0) -> None:
+    """A benchmark on `ranks` ranks of this machine; what they say is shown as they say it.
+
+    **Raises:** PeerError if a rank fails.
+    """
     with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
-        log = Path(folder, "log")
-        module = "h3lib.bench.collectives"
-        environment = {"NCCL_NVLS_ENABLE": "0"}
-        status = run_ranks(module, [str(out)], ranks, 1200.0, log, lambda: None, environment)
+        log, shown = Path(folder, "log"), 0
+
+        def tick() -> None:
+            nonlocal shown
+            text = log.read_text(errors="replace")
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+
+        variables = {"NCCL_NVLS_ENABLE": "0"}
+        status = run_ranks(module, arguments, ranks, timeout_s, log, tick, variables)
+        tick()
         if status:
             tail = log.read_text(errors="replace")[-3000:]
             raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from h3lib.bench.collectives_checks import (
 from h3lib.bench.findings import Finding, found
 from h3lib.bench.overlap_checks import OVERLAP_CHECKS
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.launch import die_with_launcher, run_ranks
 from h3lib.provenance import gpu_environment
 
@@ -99,7 +99,7 @@ def _write(options: argparse.Namespace, findings: list[Finding], complete: bool)
         "passed": all(finding.passed for finding in findings),
         "complete": complete,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:

@@ -17,7 +17,6 @@ of the bits, so it is pinned.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from h3lib.bench.measure import Protocol, report
 from h3lib.bench.stock import StockBlock
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES
+from h3lib.files import write_json
 from h3lib.model.inputs import BlockInputs, block_inputs, block_weights, trace_block
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
@@ -236,8 +236,7 @@ def main() -> None:
         by_rows.append(measure_rows(name, x, w))
     block = measure_block(weights, block_inputs(size, source, packed, shard, 0))
     found = {"products": products, "by_rows": by_rows, "block": block}
-    content = report([], Protocol(), True, rows=rows, **found)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, report([], Protocol(), True, rows=rows, **found))
 
 
 if __name__ == "__main__":

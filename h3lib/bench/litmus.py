@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ from h3lib.bench.litmus_kernels import (
     abort_kernel,
     exchange_kernel,
 )
+from h3lib.files import write_json
 from h3lib.parallel.peer_sync import PAGE_WORDS
 from h3lib.provenance import gpu_environment
 
@@ -166,7 +166,7 @@ def main() -> None:
         "passed": all(litmus.passed for litmus in found),
         "complete": True,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":
