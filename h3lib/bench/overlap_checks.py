@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h3lib.bench.collectives_checks import BF16, F32, Bench, Check, even, leaves_of, plain_tree
 from h3lib.bench.collectives_checks import roots_of as roots_of_rank
+from h3lib.parallel import peer
 from h3lib.parallel.overlap import (
     Chunks,
     ColumnProduct,
