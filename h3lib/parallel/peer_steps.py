@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from h3lib.parallel.peer_sync import (
     ABORTS,
     DIGESTS,
     EPOCHS,
+    MARK,
     MAX_PEERS,
     PAGE_WORDS,
     RANK,
@@ -59,8 +61,10 @@ class PeerSteps:
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
         self._ready: dict[tuple, Ready] = {}
         self._side, self.bytes_sent = None, [0] * self.size
-        self._agree(lambda: self._write_page(timeout_s))
-        self._agree(self._check_mapping)
+        mark = secrets.randbits(62)
+        self._agree(lambda: self._write_page(timeout_s, mark))
+        marks = self.buffers.gather(mark)
+        self._agree(lambda: self._check_mapping(marks))
 
     def _agree(self, step: Callable[[], None]) -> None:
         """One step of opening, collective. **Raises:** PeerError on every rank if it fails on one;
@@ -74,20 +78,22 @@ class PeerSteps:
             failure = f"shared memory of rank {name}", PeerError("first use", cause, "no error")
         self.buffers.agree(failure)
 
-    def _write_page(self, timeout_s: float) -> None:
+    def _write_page(self, timeout_s: float, mark: int) -> None:
         addresses = self.buffers.addresses
         self.page = self.driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
-        self.page[RANK.value] = self.rank
+        self.page[RANK.value], self.page[MARK.value] = self.rank, mark
         self.page[TIMEOUT_NS.value] = int(timeout_s * 1e9)
         self.synchronize()
 
-    def _check_mapping(self) -> None:
-        """Every rank finds every rank where it looks for it."""
+    def _check_mapping(self, marks: list[int]) -> None:
+        """Every rank finds every rank's buffer of this opening where it looks for it."""
         pages = [self.driver.words(a, PAGE_WORDS.value) for a in self.buffers.addresses]
-        found = [int(page[RANK.value]) for page in pages]
-        if found != list(range(self.size)):
-            raise PeerError("ranks found in the buffers", found, list(range(self.size)))
+        found = [int(page[MARK.value]) for page in pages]
+        seen = zip(self.control.ranks, found, marks, strict=True)
+        wrong = [rank for rank, mark, expected in seen if mark != expected]
+        if wrong:
+            raise PeerError("ranks whose buffers are others", wrong, [])
 
     @property
     def device(self) -> torch.device:

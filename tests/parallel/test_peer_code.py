@@ -10,7 +10,7 @@ from h3lib.parallel.transport import group_spans, num_roots
 
 pytest.importorskip("triton")
 
-from h3lib.bench.litmus import (  # noqa: E402
+from h3lib.bench.litmus_kernels import (  # noqa: E402
     GPU_SCOPE,
     RELAXED,
     WARPS,
