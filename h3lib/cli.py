@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -19,6 +18,7 @@ from h3lib.contract import (
 )
 from h3lib.doctor import PROBLEM, examine, verdicts
 from h3lib.explain import explain
+from h3lib.files import write_json
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
@@ -57,15 +57,19 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives", "overlap"))
+    bench.add_argument(
+        "what", choices=("kernels", "bits", "collectives", "layouts", "overlap")
+    )
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
         nargs="+",
-        choices=("rowwise", "gemm", "attention", "block"),
+        choices=("rowwise", "gemm", "attention", "block", "tiles"),
         metavar="PART",
-        help="rowwise, gemm, attention, block; all if left out",
+        help="of kernels: rowwise, gemm, attention, block, and tiles, which is left out of all",
     )
+    bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
+    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -275,14 +279,22 @@ def _bench(options: argparse.Namespace) -> int:
             from h3lib.bench.collectives import bench_collectives
 
             bench_collectives(options.out)
+        elif options.what == "layouts":
+            from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
+
+            bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
         elif options.what == "overlap":
             from h3lib.bench.overlap import bench_overlap
 
             bench_overlap(options.out)
-        else:
-            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
+        elif options.what == "bits":
+            from h3lib.bench.bits import bench_bits
 
-            bench_kernels(options.out, options.parts or PARTS)
+            return EQUAL if bench_bits(options.out) else 1
+        else:
+            from h3lib.bench.kernels import DEFAULT, bench_kernels  # needs Triton, unlike run
+
+            bench_kernels(options.out, options.parts or DEFAULT)
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
@@ -326,7 +338,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return REFUSED
     found = examine()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.out, found)
     for check in found["checks"]:
         why = f"  ({check['why']})" if check["why"] else ""
         print(f"{check['verdict']:<9}{check['name']:<22}{check['found']}{why}")

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from h3lib.bench.collectives import Bench
-from h3lib.bench.measure import environment
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES, PeerError
 from h3lib.layout import Layout, Ownership
@@ -36,7 +35,7 @@ from h3lib.parallel.mesh import Mesh, local_mesh
 from h3lib.parallel.overlap import AS_SUITS, IN_TURN, Chunks
 from h3lib.parallel.shard import SeqShard
 from h3lib.parallel.transport import Call, Cuts, Level, Slice
-from h3lib.provenance import git_commit
+from h3lib.provenance import gpu_environment
 
 ROWS = (14910, 4096, 264)
 GRAPH_MAX_ROWS = 264
@@ -175,7 +174,7 @@ def rank_main(out: Path, rows: Sequence[int]) -> None:
 
     def write(complete: bool) -> None:
         content = {
-            "environment": environment() | {"commit": git_commit() or "unknown"},
+            "environment": gpu_environment(),
             "ranks": bench.size,
             "nvls": "off",
             "measurements": [asdict(row) for row in measurements],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -177,7 +178,12 @@ class LocalTransport(Transport):
 
 def num_roots(cuts: Cuts, owner: int) -> int:
     """How many maximal subtree roots the owner's leaves have."""
-    return len(subtree_roots(cuts[owner], cuts[owner + 1], cuts[-1]))
+    return _num_roots(cuts[owner], cuts[owner + 1], cuts[-1])
+
+
+@functools.lru_cache(4096)
+def _num_roots(start: int, stop: int, num_leaves: int) -> int:
+    return len(subtree_roots(start, stop, num_leaves))
 
 
 def group_spans(cuts: Cuts, first: int, size: int) -> tuple[range, ...]:
