@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
@@ -57,9 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
     bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument(
-        "what", choices=("kernels", "bits", "collectives", "layouts", "overlap")
-    )
+    bench.add_argument("what", choices=("kernels", "bits", "collectives", "layouts", "overlap"))
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     bench.add_argument(
         "--parts",
@@ -275,26 +274,15 @@ def _bench(options: argparse.Namespace) -> int:
         return REFUSED
     try:
         require_cuda()
-        if options.what == "collectives":
-            from h3lib.bench.collectives import bench_collectives
-
-            bench_collectives(options.out)
-        elif options.what == "layouts":
-            from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
-
-            bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
-        elif options.what == "overlap":
-            from h3lib.bench.overlap import bench_overlap
-
-            bench_overlap(options.out)
-        elif options.what == "bits":
-            from h3lib.bench.bits import bench_bits
-
-            return EQUAL if bench_bits(options.out) else 1
-        else:
-            from h3lib.bench.kernels import DEFAULT, bench_kernels  # needs Triton, unlike run
-
-            bench_kernels(options.out, options.parts or DEFAULT)
+        module = importlib.import_module(f"h3lib.bench.{options.what}")  # some need Triton
+        bench, given = getattr(module, f"bench_{options.what}"), {}
+        if options.what == "layouts":
+            given["layouts"] = options.layouts or module.LAYOUTS
+            given["rows"] = options.rows or module.ROWS
+        elif options.what == "kernels":
+            given["parts"] = options.parts or module.DEFAULT
+        if bench(options.out, **given) is False:
+            return 1
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
