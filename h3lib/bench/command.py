@@ -6,6 +6,7 @@ A benchmark is imported when it is run: most need Triton, which the other comman
 from __future__ import annotations
 
 import argparse
+import importlib
 
 KINDS = ("kernels", "bits", "collectives", "layouts", "overlap")
 
@@ -25,6 +26,7 @@ def add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out"
     )
     parser.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="none begins later")
     return parser
 
 
@@ -33,24 +35,12 @@ def measure(options: argparse.Namespace) -> bool:
 
     **Raises:** H3Error for options that cannot be, PeerError if a rank fails.
     """
-    if options.what == "bits":
-        from h3lib.bench.bits import bench_bits
-
-        return bench_bits(options.out)
-    if options.what == "collectives":
-        from h3lib.bench.collectives import bench_collectives
-
-        bench_collectives(options.out)
-    elif options.what == "layouts":
-        from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
-
-        bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
-    elif options.what == "overlap":
-        from h3lib.bench.overlap import bench_overlap
-
-        bench_overlap(options.out)
-    else:
-        from h3lib.bench.kernels import DEFAULT, bench_kernels
-
-        bench_kernels(options.out, options.parts or DEFAULT)
-    return True
+    module = importlib.import_module(f"h3lib.bench.{options.what}")
+    given = {}
+    if options.what == "layouts":
+        given["layouts"] = options.layouts or module.LAYOUTS
+        given["rows"] = options.rows or module.ROWS
+        given["seconds"] = options.seconds
+    elif options.what == "kernels":
+        given["parts"] = options.parts or module.DEFAULT
+    return getattr(module, f"bench_{options.what}")(options.out, **given) is not False
