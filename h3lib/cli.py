@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_argument("--parts", nargs="+", choices=parts, help="of kernels; all if left out")
     bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
     bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
+    bench.add_argument("--seconds", type=float, default=float("inf"), help="layouts begin until then")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -275,7 +276,8 @@ def _bench(options: argparse.Namespace) -> int:
         elif options.what == "layouts":
             from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
 
-            bench_layouts(options.out, options.layouts or LAYOUTS, options.rows or ROWS)
+            layouts, rows = options.layouts or LAYOUTS, options.rows or ROWS
+            bench_layouts(options.out, layouts, rows, options.seconds)
         elif options.what == "overlap":
             from h3lib.bench.overlap import bench_overlap
 

@@ -18,7 +18,7 @@ from h3lib.parallel.nccl import NcclLibrary, NcclTransport
 from h3lib.parallel.peer import PeerTree
 from h3lib.parallel.transport import Level
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 90.0
 GRAPH_CALLS = 4
 Call = Callable[[], object]
 
