@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_argument("--parts", nargs="+", choices=parts, help="of kernels; all if left out")
     bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
     bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
-    bench.add_argument("--seconds", type=float, default=float("inf"), help="layouts begin until then")
+    bench.add_argument("--seconds", type=float, default=float("inf"), help="none begins later")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
