@@ -58,7 +58,7 @@ def fingerprint() -> dict[str, object]:
         "cpu": device_name("cpu"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpus": _smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"),
-        "topology": _smi("topo", "-m"),
+        "topology": _topology(),
         "allocator": _allocator(),
         "tf32": _tf32(),
     }
@@ -78,6 +78,12 @@ def _smi(*arguments: str) -> list[str]:
         return []
     text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) if done.returncode == 0 else ""
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def _topology() -> list[str]:
+    """The table of nvidia-smi, without the legend under it."""
+    lines = _smi("topo", "-m")
+    return lines[: lines.index("Legend:")] if "Legend:" in lines else lines
 
 
 def _nccl() -> str | None:

@@ -94,7 +94,11 @@ CHECKS = {
     "traffic": _MEASURED,
     "attention": _MEASURED,
     "gpus": _integer(1),
+    "collectives": _MEASURED,
+    "collective": (lambda value: isinstance(value, str), "the name of a collective"),
+    "timed": (_path, "the path of a report of layouts in this repository, or nothing"),
     "nic_gb_s": _integer(1),
+    "nic_us": _integer(0),
     "nvlink_gb_s": _integer(1),
     "kernels": (_folder, "the path of a folder of benchmarks in this repository"),
 }
@@ -230,12 +234,17 @@ def tensor_table(report: dict, kinds: Iterable[str]) -> pd.DataFrame:
 
 
 def kind_table(report: dict) -> pd.DataFrame:
-    """The verdict by kind of value, one line each."""
+    """The verdict by kind of value, one line each; last the run without a trace, if there was."""
     by_kind = tensor_table(report, KINDS).groupby("kind", sort=False)
     table = by_kind.agg(
         values=("value", "size"), compared=("compared", "sum"), different=("different", "sum")
     )
-    return table.reset_index()
+    table = table.reset_index()
+    again = report.get("untraced", {})
+    if again.get("values"):
+        row = ("without a trace", again["values"], again["total"], again["different"])
+        table.loc[len(table)] = row
+    return table
 
 
 def control_table(report: dict) -> pd.DataFrame:

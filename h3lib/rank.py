@@ -23,18 +23,19 @@ from pathlib import Path
 import torch
 
 from h3lib.canonical import CanonicalFile, canonical_file
-from h3lib.compare import Difference, compare_record, summarise
+from h3lib.compare import Difference, compare_record, count, summarise
 from h3lib.contract import PUBLISHED, H3Error, LayoutError, PeerError, ReportError
 from h3lib.layout import Ownership
 from h3lib.model.generation import first_different_step
 from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import Record
-from h3lib.model.weights import digest
+from h3lib.model.weights import digest, digests
 from h3lib.parallel.control import CONTROL_KIND, RingControl, control_axes
 from h3lib.parallel.gloo import require_same
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.levels import join
 from h3lib.parallel.mesh import build_mesh
+from h3lib.parallel.overlap import Chunks
 from h3lib.parallel.place import RankPlace, check_nodes, own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import (
@@ -83,12 +84,12 @@ class RankRun:
             canonical = self._canonical()
             records = self._records(self.shard, self.program)
             self._phase("compare")
-            differences = [
-                compare_record(record, canonical[record.kind, record.name]) for record in records
-            ]
+            differences = _compare(records, canonical)
+            del records
+            untraced = _compare(self.program.untraced(self.shard), canonical)
             self._phase("control")
             control = self._control(canonical)
-            return self._report(canonical, differences, control)
+            return self._report(canonical, differences, untraced, control)
         except BaseException as error:
             self.world.fail_alone(error)
             raise
@@ -117,11 +118,13 @@ class RankRun:
         require_same(self.world, {**asked, **software})
         # what one process does not ask
         alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
+        alone += ("chunk_rows",)
         self.question = software | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
-        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
+        mesh = build_mesh(self.layout, rank, self.levels, Chunks(request.chunk_rows))
+        self.shard = SeqShard(owner, rank, mesh)
 
     def _records(
         self, shard: SeqShard, program: Program, backward: bool = True
@@ -196,27 +199,35 @@ class RankRun:
         }
 
     def _report(
-        self, canonical: CanonicalFile, differences: list[Difference], control: dict
+        self,
+        canonical: CanonicalFile,
+        differences: list[Difference],
+        untraced: list[Difference],
+        control: dict,
     ) -> int:
         """Rank 0 writes the report; every rank returns the same verdict."""
         self._phase("total")
         self.seconds["total"] = time.monotonic() - self.started
         ranks = self.world.gather_objects(differences)
         seconds = self.world.gather_objects(self.seconds)
+        found = {
+            "untraced": count(self.world.gather_objects(untraced)),
+            "control": control,
+            "timings_s": {phase: round(max(s[phase] for s in seconds), 6) for phase in seconds[0]},
+        }
         failure = None
         if self.world.rank == 0:
             try:
-                slowest = {phase: round(max(s[phase] for s in seconds), 6) for phase in seconds[0]}
-                write_report(self._content(canonical, ranks, control, slowest), self.request.out)
+                write_report(self._content(canonical, ranks, found), self.request.out)
             except (H3Error, OSError) as error:
                 failure = str(error)
         failure = self.world.gather_objects(failure)[0]
         if failure is not None:
             raise ReportError("report", failure, "a valid report that can be written")
-        return DIFFERENT if any(d.different for rank in ranks for d in rank) else EQUAL
+        return DIFFERENT if count(ranks)["different"] + found["untraced"]["different"] else EQUAL
 
     def _content(
-        self, canonical: CanonicalFile, ranks: list[list[Difference]], control: dict, seconds: dict
+        self, canonical: CanonicalFile, ranks: list[list[Difference]], found: dict
     ) -> dict:
         request, layout = self.request, self.layout
         tensors = summarise(canonical, canonical.digests, ranks, layout.pp)
@@ -232,6 +243,7 @@ class RankRun:
             "rows": self.packed.num_rows,
             "blocks": request.num_blocks,
             "recompute": request.recompute,
+            "chunk_rows": request.chunk_rows,
             **self._generation(tensors),
             "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
             "weights": request.weights if request.is_synthetic else "checkpoint",
@@ -242,10 +254,9 @@ class RankRun:
             "environment": self.environment,
             **self.digests,
             "tensors": tensors,
-            "equal": all(tensor["different"] == 0 for tensor in tensors),
-            "control": control,
+            "equal": not count(ranks)["different"] + found["untraced"]["different"],
+            **found,
             "canonical_reused": self.canonical_reused,
-            "timings_s": seconds,
             "complete": True,
         }
 
@@ -261,11 +272,15 @@ class RankRun:
         """SHA-256 over the digests of all weights, by name, and of all inputs; those of each weight
         where there are more than one block's."""
         weights, inputs = self.program.given()
-        by_name = {name: digest(weight) for name, weight in weights}
-        digests = {"weights": digest_of_weights(by_name), "inputs": digest_of(map(digest, inputs))}
+        by_name = digests(weights)
+        whole = {"weights": digest_of_weights(by_name), "inputs": digest_of(map(digest, inputs))}
         if isinstance(self.program, BlockProgram):
-            return {"digests": digests}
-        return {"digests": digests, "weight_digests": by_name}
+            return {"digests": whole}
+        return {"digests": whole, "weight_digests": by_name}
+
+
+def _compare(records: list[Record], canonical: CanonicalFile) -> list[Difference]:
+    return [compare_record(record, canonical[record.kind, record.name]) for record in records]
 
 
 def run_rank(

@@ -82,6 +82,7 @@ def result_line(report: dict) -> dict[str, str]:
     """What a report says, in one line of text cells."""
     tensors, control = report["tensors"], report["control"]
     different = sum(tensor["different"] for tensor in tensors)
+    different += report.get("untraced", {}).get("different", 0)
     total = sum(tensor["total"] for tensor in tensors)
     share = control["different"] / control["total"] if control["total"] else 0
     ranks, shared = str(report["num_ranks"]), report["ranks_per_gpu"] or 0

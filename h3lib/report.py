@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,11 +17,12 @@ import torch
 
 from h3lib import provenance
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
+from h3lib.files import write_json
 from h3lib.layout import Layout, Ownership
 from h3lib.model.generation import REPLAY, first_different_step, make_program
 from h3lib.model.packing import Job, pack
 from h3lib.model.program import Program
-from h3lib.model.trace import KINDS
+from h3lib.model.trace import GRADIENT, KINDS, OUTPUT
 from h3lib.model.weights import SyntheticWeights, parameters
 from h3lib.ops.backend import BACKENDS
 from h3lib.parallel.control import control_axes
@@ -81,7 +80,8 @@ _ENVIRONMENT = _object(
         **{key: _TEXT for key in ("device_name", "python", "torch", "numpy", "machine", "date")},
         **{key: {"type": ["string", "null"]} for key in ("git_commit", "driver", "triton")},
         "git_dirty": {"type": ["boolean", "null"]},
-    }
+    },
+    {"cpu_capability": _TEXT},  # where a CPU computed; older reports lack it
 )
 PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
 _SECONDS = {"type": "number", "minimum": 0}
@@ -114,7 +114,9 @@ REPORT_SCHEMA = _object(
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
+        "chunk_rows": {"type": ["integer", "null"], "minimum": 1},  # null: as suits the transport
         "weight_digests": {"type": "object", "additionalProperties": _SHA256},
+        "untraced": _object({"values": _COUNT, "total": _COUNT, "different": _COUNT}),
         "points": {"type": "integer", "minimum": 2},
         "first_different_step": {"type": ["integer", "null"]},
     },
@@ -144,7 +146,8 @@ def check_report(report: object) -> None:
             raise ReportError(
                 f"first difference of {tensor['name']}", tensor["first"], tensor["different"]
             )
-    if report["equal"] != all(tensor["different"] == 0 for tensor in tensors.values()):
+    different = sum(tensor["different"] for tensor in tensors.values())
+    if report["equal"] == bool(different + _check_untraced(report, tensors)):
         raise ReportError("verdict `equal`", report["equal"], "what the tensors say")
     if "points" in report:
         first, told = first_different_step(report["tensors"]), report.get("first_different_step")
@@ -229,6 +232,20 @@ def _check_values(report: dict, tensors: dict, program: Program) -> None:
         raise ReportError("compared values", wrong or "one twice", "each value of the run once")
 
 
+def _check_untraced(report: dict, tensors: dict) -> int:
+    """How many elements differed without a trace: of every output and gradient, as often as with
+    one; a generation has no trace."""
+    untraced = report.get("untraced")
+    if untraced is None:
+        return 0
+    kinds = () if "points" in report else (OUTPUT, GRADIENT)
+    shown = [tensor["total"] for tensor in tensors.values() if tensor["kind"] in kinds]
+    expected = len(shown), sum(shown)
+    if (untraced["values"], untraced["total"]) != expected:
+        raise ReportError("values without a trace", untraced, expected)
+    return untraced["different"]
+
+
 def _check_control(control: dict, expected: dict, tensors: dict) -> None:
     """The axes that the layout and the rows imply, each different, with sums that agree."""
     axes = {axis["axis"]: axis for axis in control["axes"]}
@@ -263,34 +280,22 @@ def read_report(path: Path | str) -> dict:
 
 
 def write_report(report: dict, path: Path | str) -> None:
-    """Check, write to a temporary name in the same folder, then rename: whole or not there."""
+    """Check, then `write_json`. **Raises:** ReportError for one that is not whole."""
     check_report(report)
-    path = Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_json(path, report)
 
 
 def environment(device: str, machine: str) -> dict:
-    """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
+    """Where a run happened: commit, device, driver, versions, date; the machine by a letter; on a
+    CPU also the vector instructions that torch uses."""
+    capability = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
     return {
         "git_commit": provenance.git_commit(),
-        "git_dirty": provenance.git_dirty(),
         "device_name": provenance.device_name(device),
         "driver": provenance.driver_version() if device == "cuda" else None,
-        **provenance.versions("python", "torch", "triton", "numpy"),
+        **provenance.setting("torch", "triton", "numpy"),
         "machine": machine,
-        "date": provenance.date(),
+        **(capability if device == "cpu" else {}),
     }
 
 

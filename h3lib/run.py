@@ -152,6 +152,9 @@ def _summary(request: Request) -> None:
         f"{len(tensors) - len(wrong)} of {len(tensors)} values equal on {report['num_ranks']} "
         f"ranks ({compared:,} elements); control: {verdict}"
     )
+    if report["untraced"]["different"]:
+        counts = "{different:,} of {total:,} differ".format(**report["untraced"])
+        print(f"  outputs and gradients without a trace: {counts}")
     if report.get("first_different_step") is not None:
         print(f"  first step that differs: {report['first_different_step']}")
     for tensor in wrong[:_LOG_LINES]:

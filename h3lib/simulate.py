@@ -13,7 +13,7 @@ from h3lib.contract import PUBLISHED, Contract, ModelSize
 from h3lib.layout import Layout, Ownership
 from h3lib.model.packing import Packed
 from h3lib.model.program import BlockProgram, Program
-from h3lib.model.trace import Key, Record
+from h3lib.model.trace import GRADIENT, OUTPUT, Key, Record
 from h3lib.model.weights import SyntheticWeights, WeightSource, digest
 from h3lib.parallel.mesh import build_mesh
 from h3lib.parallel.shard import SeqShard
@@ -37,11 +37,12 @@ def play(
     contract: Contract = PUBLISHED,
     change: Change = lambda shard, world: shard,
     records: Records = lambda rank, found: found,
+    traced: bool = True,
 ) -> list[dict]:
     """Run every rank of a layout as a thread and compare it; the `tensors` of a report.
 
-    `change` may replace a rank's place before it runs, `records` what it shows: the tests put
-    their mutants there.
+    Without `traced`, outputs and gradients of a run that keeps nothing else. `change` may replace a
+    rank's place before it runs, `records` what it shows: the tests put their mutants there.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     program.check_layout(layout)
@@ -50,9 +51,11 @@ def play(
 
     def rank_main(rank: int):
         shard = change(SeqShard(owner, rank, build_mesh(layout, rank, world.connect)), world)
-        found = records(rank, program.records(shard))
+        found = records(rank, program.records(shard) if traced else program.untraced(shard))
         return [compare_record(record, canonical[record.kind, record.name]) for record in found]
 
+    if not traced:
+        canonical = {key: value for key, value in canonical.items() if key[0] in (OUTPUT, GRADIENT)}
     digests = {key: digest(value) for key, value in canonical.items()}
     return summarise(canonical, digests, world.run(rank_main), layout.pp)
 

@@ -97,3 +97,11 @@ def _say_yes(there, back):
 @pytest.mark.gpu
 def test_memory_of_a_gpu_is_exchanged_between_two_processes():
     assert exchange_memory("cuda:0") is None
+
+
+def test_topology_is_the_table_without_its_legend(monkeypatch):
+    lines = ["GPU0 GPU1 CPU Affinity", "GPU0 X NV18 0-31", "GPU1 NV18 X 0-31"]
+    monkeypatch.setattr(doctor, "_smi", lambda *_: [*lines, "Legend:", "X = Self"])
+    assert doctor._topology() == lines
+    monkeypatch.setattr(doctor, "_smi", lambda *_: [])
+    assert doctor._topology() == []

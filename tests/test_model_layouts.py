@@ -48,6 +48,11 @@ def test_two_stages(layout):
     assert _play(layout) == set()
 
 
+@pytest.mark.parametrize("layout", ("tp1", "tp4-cp2-sp", "tp2-cp2-sp-pp2"))
+def test_layouts_without_a_trace(layout):
+    assert _play(layout, traced=False) == set()
+
+
 @pytest.mark.parametrize("layout", ("tp1-pp3", "tp2-sp-pp4"))
 def test_stages_of_four_layers(layout):
     """Three stages hold 1, 1 and 2 layers."""

@@ -12,7 +12,7 @@ from support import assert_same_bytes, normal
 
 from h3lib import H3Transformer
 from h3lib.bench.transformer import diffusers_model
-from h3lib.contract import LayoutError, OperandError
+from h3lib.contract import SIZES, LayoutError, OperandError
 from h3lib.model.checkpoint import write_checkpoint
 from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS
 from h3lib.model.weights import SyntheticWeights, digest
@@ -108,9 +108,10 @@ import torch
 from h3lib import H3Transformer
 from h3lib.model.weights import digest
 
-folder, layout, out = sys.argv[1:]
-model = H3Transformer.from_checkpoint(folder, layout=layout)
-text = torch.arange(6 * 80).reshape(6, 80).remainder(7).sub(3).bfloat16()
+folder, layout, device, backend, out = sys.argv[1:]
+model = H3Transformer.from_checkpoint(folder, layout=layout, device=device, backend=backend)
+width = model.size.text_dim
+text = torch.arange(6 * width, device=device).reshape(6, width).remainder(7).sub(3).bfloat16()
 latents = model.generate("64x96x5", text, points=3, seed=1)
 if model.rank == 0:
     json.dump({name: digest(x) for name, x in latents.items()}, open(out, "w"))
@@ -118,18 +119,35 @@ model.close()
 """
 
 
-def test_ten_lines_under_torchrun_generate_the_same_bytes(folder, tmp_path):
-    script = tmp_path / "generate.py"
+def _digests(folder, tmp_path, layout, ranks, device="cpu", backend="eager") -> dict[str, str]:
+    """Of the latents that the script generates on `ranks` processes."""
+    script, out = tmp_path / "generate.py", tmp_path / f"{layout}.json"
     script.write_text(SCRIPT)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    command = [*torchrun, "--nproc-per-node", "4", script, folder, "tp2-sp-pp2", tmp_path / "out"]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    start = torchrun if ranks > 1 else ()
+    command = [sys.executable, *start, script, folder, layout, device, backend, out]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+def test_ten_lines_under_torchrun_generate_the_same_bytes(folder, tmp_path):
     text = torch.arange(6 * 80).reshape(6, 80).remainder(7).sub(3).bfloat16()
     model = H3Transformer.from_checkpoint(str(folder))
     latents = model.generate("64x96x5", text, points=3, seed=1)
     assert latents["video"].shape == (24, 2, 6, 4) and latents["audio"].shape == (16, 32)
     expected = {name: digest(x) for name, x in latents.items()}
-    assert json.loads((tmp_path / "out").read_text()) == expected
+    assert _digests(folder, tmp_path, "tp2-sp-pp2", 4) == expected
     other = model.generate("64x96x5", text + normal(1, 6, 80) * 0.1, points=3, seed=1)
     assert digest(other["video"]) != expected["video"], "the text matters"
+
+
+@pytest.mark.gpu
+def test_ten_lines_on_gpus_generate_the_same_bytes(tmp_path):
+    """Ranks share GPUs where there are fewer."""
+    folder = tmp_path / "transformer"
+    write_checkpoint(folder, SyntheticWeights(SIZES["small"], 2), "diffusers", 300_000_000)
+    given = (folder, tmp_path)
+    alone = _digests(*given, "tp1", 1, "cuda", "triton")
+    assert _digests(*given, "tp4-cp2-sp", 8, "cuda", "triton") == alone
+    assert _digests(*given, "tp2-pp2", 4, "cuda", "triton") == alone

@@ -90,6 +90,17 @@ def test_complete_must_come_last(report, tmp_path):
         read_report(path)
 
 
+@pytest.mark.parametrize("change", ({}, {"different": 1}, {"total": -1}, {"values": -1}))
+def test_what_ran_without_a_trace_is_part_of_the_verdict(report, change):
+    shown = [t["total"] for t in report["tensors"] if t["kind"] in ("output", "gradient")]
+    untraced = {"values": len(shown), "total": sum(shown), "different": 0}
+    report["untraced"] = {key: n + change.get(key, 0) for key, n in untraced.items()}
+    if not change:
+        return check_report(report)
+    with pytest.raises(ReportError):
+        check_report(report)
+
+
 MODEL = EVIDENCE.parent / "model"
 TAMPERED_MODEL = {
     "fewer blocks": ("run-tp4-cp2-sp", _set("blocks", to=1)),

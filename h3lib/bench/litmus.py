@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,8 +44,9 @@ from h3lib.bench.litmus_kernels import (
     abort_kernel,
     exchange_kernel,
 )
-from h3lib.bench.measure import environment
+from h3lib.files import write_json
 from h3lib.parallel.peer_sync import PAGE_WORDS
+from h3lib.provenance import gpu_environment
 
 SIZE = 8
 ROUNDS, BROKEN_ROUNDS, ABORT_ROUNDS = 10**6, 10**5, 10**4
@@ -161,12 +161,12 @@ def main() -> None:
         print(litmus, "passed" if litmus.passed else "FAILED", flush=True)
         found.append(litmus)
     content = {
-        "environment": environment() | {"commit": options.commit},
+        "environment": gpu_environment(options.commit),
         "litmus": [asdict(litmus) | {"passed": litmus.passed} for litmus in found],
         "passed": all(litmus.passed for litmus in found),
         "complete": True,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":

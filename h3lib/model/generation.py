@@ -70,6 +70,10 @@ class GenerationProgram(ModelProgram):
             found += [_as_replay(record) for record in found]
         return found
 
+    def untraced(self, shard: SeqShard) -> list[Record]:
+        """Nothing: a generation keeps no trace."""
+        return []
+
     @property
     def sampler(self) -> Sampler:
         return Sampler.of(self.packed.job, self.points)

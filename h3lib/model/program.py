@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from h3lib.contract import LayoutError, ModelSize
-from h3lib.layout import Layout
-from h3lib.model.block import block_values
+from h3lib.layout import Layout, whole
+from h3lib.model.block import Block, block_values
 from h3lib.model.inputs import (
     block_inputs,
     block_weights,
@@ -25,10 +25,10 @@ from h3lib.model.inputs import (
     trace_block,
 )
 from h3lib.model.packing import Packed
-from h3lib.model.trace import GRADIENT, NODE, Key, ModelTrace, Record
+from h3lib.model.trace import GRADIENT, NODE, OUTPUT, Key, ModelTrace, Record
 from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS, Transformer, model_values
 from h3lib.model.weights import WeightSource, parameters
-from h3lib.parallel.shard import SeqShard
+from h3lib.parallel.shard import SeqShard, parameter_region
 
 Step = Callable[[str], None]
 
@@ -50,6 +50,11 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def records(self, shard: SeqShard, backward: bool = True, step: Step = no_step) -> list[Record]:
         """Every named value on one rank; `step` is called before "forward" and "backward"."""
+
+    @abc.abstractmethod
+    def untraced(self, shard: SeqShard) -> list[Record]:
+        """Outputs and gradients again, without a trace: as users compute them, where a product is
+        finished and rounded in its kernel. Nothing where `records` takes no trace either."""
 
     @abc.abstractmethod
     def values(self) -> dict[Key, tuple[int, ...]]:
@@ -76,6 +81,19 @@ class BlockProgram(Program):
         return trace_block(
             self.size, self.source, self.packed, shard, self.seed, self.backend, backward, step
         )
+
+    def untraced(self, shard: SeqShard) -> list[Record]:
+        given = block_inputs(self.size, self.source, self.packed, shard, self.seed)
+        block = Block(self.size, shard, block_weights(self.size, self.source, shard), self.backend)
+        out = block.forward(given.x, given.temb, given.rows)
+        found = block.backward(given.dout)
+        rows = ((shard.slice_rows,), (range(self.size.hidden_size),))
+        return [
+            Record("out", OUTPUT, out, rows),
+            Record("dx", GRADIENT, found.dx, rows),
+            Record("dtemb", GRADIENT, found.dtemb, whole(tuple(found.dtemb.shape))),
+            *_gradients(found.parameters, block.ctx.shapes, shard),
+        ]
 
     def values(self) -> dict[Key, tuple[int, ...]]:
         return block_values(self.size, self.packed.num_rows, len(self.packed.timestep))
@@ -117,6 +135,19 @@ class ModelProgram(Program):
             model.backward(*output_gradients(inputs, self.seed))
         return trace.records
 
+    def untraced(self, shard: SeqShard) -> list[Record]:
+        inputs = model_inputs(self.size, self.packed, self.seed)
+        weights = rank_weights(self.size, self.source, shard)
+        model = Transformer(self.size, shard, weights, self.backend)
+        out = model.forward(inputs, BLOCK_INPUTS if self.recompute else ACTIVATIONS)
+        found = model.backward(*output_gradients(inputs, self.seed))
+        return [
+            *(Record(name, OUTPUT, v, whole(tuple(v.shape))) for name, v in out.items()),
+            *(Record(f"d.{name}", GRADIENT, v, whole(tuple(v.shape)))
+              for name, v in found.inputs.items()),
+            *_gradients(found.parameters, parameters(self.size), shard),
+        ]  # fmt: skip
+
     def values(self) -> dict[Key, tuple[int, ...]]:
         return dict(model_values(self.size, self.packed))
 
@@ -135,3 +166,14 @@ class ModelProgram(Program):
             packed.position_ids, packed.token_tags, packed.timestep, packed.timestep_indices,
         )  # fmt: skip
         return weights, iter(tensors)
+
+
+def _gradients(
+    found: Mapping[str, Tensor], shapes: Mapping[str, tuple], shard: SeqShard
+) -> list[Record]:
+    """Records of a rank's parts of the gradients of parameters."""
+    place = shard.owner, shard.tp_rank
+    return [
+        Record(name, GRADIENT, value, parameter_region(name, shapes[name][0], *place))
+        for name, value in found.items()
+    ]

@@ -18,6 +18,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ _STEP, _MIX_1, _MIX_2 = (factor - 2**32 for factor in (2654435761, 2246822519, 3
 # Values made at a time, on which they do not depend. On a CPU, temporaries of this size stay in
 # cache and below the size at which PyTorch wakes threads; a GPU wants a launch that fills it.
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+_HASHED_AT_ONCE = 8
 
 
 class Parameter(NamedTuple):
@@ -237,3 +239,13 @@ def digest(tensor: Tensor) -> str:
     """SHA-256, in hex, of a tensor's bytes in row-major order, without its dtype and shape."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy()).hexdigest()
+
+
+def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The `digest` of each tensor by name; eight are hashed at once, and no more are held."""
+    hashed: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        for name, tensor in named:
+            hashed[name] = pool.submit(digest, tensor)
+            wait(list(hashed.values())[: 1 - _HASHED_AT_ONCE])
+    return {name: future.result() for name, future in hashed.items()}

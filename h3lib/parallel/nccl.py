@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from h3lib.parallel.gloo import GlooTransport, GlooWorld
-from h3lib.parallel.transport import Shape, pack_bytes, unpack_bytes
+from h3lib.parallel.gloo import GlooTransport, GlooWorld, pack_bytes, unpack_bytes
+from h3lib.parallel.transport import Shape
 
 
 class NcclTransport(GlooTransport):
@@ -46,13 +46,25 @@ class NcclTransport(GlooTransport):
 
 
 class NcclLibrary:
-    """NCCL's own collectives of one group, which add in NCCL's order: for benchmarks alone."""
+    """NCCL's own collectives of one group, which add in NCCL's order: for benchmarks alone.
 
-    def __init__(self, world: GlooWorld, ranks: list[int]):
+    With `most_ctas` each of them is launched with at most so many CTAs, in a group of its own that
+    every rank of the world makes alike.
+    """
+
+    def __init__(self, world: GlooWorld, ranks: list[int], most_ctas: int | None = None):
         self.group = world.data_group(ranks)
+        if most_ctas is not None:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = most_ctas
+            self.group = dist.new_group(ranks, backend="nccl", pg_options=options)
 
     def all_reduce(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
+
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        """Begins; the current stream waits for the end when `wait` of the result is called."""
+        return dist.all_reduce(x, group=self.group, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         _renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=self.group)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from h3lib.model.weights import (
     Parameter,
     SyntheticWeights,
     digest,
+    digests,
     parameter_values,
     parameters,
     synthetic_rows,
@@ -271,3 +273,21 @@ def test_digest_is_that_of_the_bytes():
 
 def test_parameters_follow_the_number_of_layers():
     assert len(parameters(replace(TINY, num_layers=3))) == len(parameters(TINY)) + 12
+
+
+def test_digests_are_those_of_each_tensor_and_few_are_held():
+    alive = weakref.WeakSet()
+    most = 0
+
+    def named():
+        nonlocal most
+        for i in range(40):
+            tensor = torch.full((1000,), i)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield str(i), tensor
+            del tensor
+
+    found = digests(named())
+    assert found == {str(i): digest(torch.full((1000,), i)) for i in range(40)}
+    assert most <= 10  # eight, the one that is made, and the one just handed over
