@@ -35,9 +35,9 @@ class Level(abc.ABC):
     overlaps = False
     """Whether collectives of `later` run beside what is launched after them."""
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
-        """`run`, which calls collectives of this level, beside what follows if the level can; other
-        collectives of the level come after it, as ever."""
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """`run`, which calls collectives of this level, beside what follows if the level can and
+        `num_bytes` are worth it; other collectives of the level come after it, as ever."""
         return Later(run())
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
