@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import traceback
 from pathlib import Path
 
+from h3lib.bench.command import add_bench, measure
 from h3lib.contract import (
     SIZES,
     BackendError,
@@ -23,7 +23,7 @@ from h3lib.files import write_json
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
-from h3lib.rank import EQUAL, FAILED, REFUSED
+from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
@@ -57,18 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
-    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "bits", "collectives", "layouts", "overlap"))
+    bench = add_bench(commands)
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
-    bench.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("rowwise", "gemm", "attention", "block", "tiles"),
-        metavar="PART",
-        help="of kernels: rowwise, gemm, attention, block, and tiles, which is left out of all",
-    )
-    bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
-    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -274,19 +264,10 @@ def _bench(options: argparse.Namespace) -> int:
         return REFUSED
     try:
         require_cuda()
-        module = importlib.import_module(f"h3lib.bench.{options.what}")  # some need Triton
-        bench, given = getattr(module, f"bench_{options.what}"), {}
-        if options.what == "layouts":
-            given["layouts"] = options.layouts or module.LAYOUTS
-            given["rows"] = options.rows or module.ROWS
-        elif options.what == "kernels":
-            given["parts"] = options.parts or module.DEFAULT
-        if bench(options.out, **given) is False:
-            return 1
+        return EQUAL if measure(options) else DIFFERENT
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
-    return EQUAL
 
 
 def _verify(options: argparse.Namespace) -> int:

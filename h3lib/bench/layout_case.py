@@ -25,7 +25,7 @@ from h3lib.parallel.mesh import Mesh
 from h3lib.parallel.shard import SeqShard, parameter_region
 
 SIZE = SIZES["full"]
-PROTOCOL = Protocol(rounds=5, round_ms=40.0, warm_up_ms=150.0)
+PROTOCOL = Protocol(rounds=5, round_ms=25.0, warm_up_ms=100.0)
 FEW_ROWS = 264  # also replayed as CUDA graphs; FlashAttention, which is faster there, for theirs
 CUDNN, FLASH = "cuDNN", "FlashAttention"
 SDPA = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}

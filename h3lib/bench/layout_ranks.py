@@ -16,9 +16,10 @@ from h3lib.parallel.levels import transports_of
 from h3lib.parallel.mesh import Group, Mesh, build_mesh, mesh_groups
 from h3lib.parallel.nccl import NcclLibrary, NcclTransport
 from h3lib.parallel.peer import PeerTree
+from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import Level
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 90.0
 GRAPH_CALLS = 4
 Call = Callable[[], object]
 
@@ -27,11 +28,11 @@ class RankWorld:
     """The ranks of a layout, each with a GPU of its own."""
 
     def __init__(self, layout: Layout):
+        torch.cuda.set_device(own_place().rank)
         groups = mesh_groups(layout)
         self.layout = layout
         self.world = GlooWorld(groups, TIMEOUT_S, data_groups=groups)
         self.rank = self.world.rank
-        torch.cuda.set_device(self.rank)
         self.transports = transports_of(layout, groups, "peer", owns_gpu=True)
         self.levels: dict[Group, Level] = {}
 

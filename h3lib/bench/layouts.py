@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,8 +41,8 @@ LAYOUTS = (
 )  # fmt: skip
 ROWS = (14910, 37776, 4096, 264)  # in this order: the few rows' graphs come last
 COMPILED_ROWS = (14910,)
-NOT_RUN = "not run: ranks share a GPU"
-TIMEOUT_S = 300.0
+NOT_RUN, NO_TIME = "not run: ranks share a GPU", "not run: no time was left"
+TIMEOUT_S = 150.0
 LISTS = ("measurements", "memory", "bits", "agreement")
 Found = dict[str, list[dict]]
 
@@ -68,13 +70,18 @@ class Gpus:
 
 
 def bench_layouts(
-    out: Path, layouts: Sequence[str] = LAYOUTS, rows: Sequence[int] = ROWS
+    out: Path,
+    layouts: Sequence[str] = LAYOUTS,
+    rows: Sequence[int] = ROWS,
+    seconds: float = math.inf,
 ) -> None:
     """Measure memory of every layout, time those that fit the GPUs; write `out` after each.
 
-    **Raises:** PeerError if ranks fail, after the other layouts; LayoutError for a name.
+    No layout begins after `seconds`. **Raises:** PeerError if ranks fail, after the other layouts;
+    LayoutError for a name.
     """
     load_backend("triton", "cuda")
+    deadline = time.monotonic() + seconds
     gpus, parsed = Gpus(torch.cuda.device_count()), [Layout.parse(name) for name in layouts]
     found: Found = {name: [] for name in LISTS}
     failures: dict[str, str] = {}
@@ -95,11 +102,18 @@ def bench_layouts(
     _side_by_side(parsed, lambda layout, i: add(f"{layout.name} alone", *_alone(layout, rows, i)))
     for layout in parsed:
         if layout.num_ranks > gpus.count:
-            line = {"layout": layout.name, "ranks": layout.num_ranks, "status": NOT_RUN}
-            add(layout.name, {"measurements": [line | {"rows": r} for r in sorted(rows)]}, None)
-    for ranks in sorted({layout.num_ranks for layout in parsed}, reverse=True):
-        group = [x for x in parsed if x.num_ranks == ranks <= gpus.count]
-        _side_by_side(group, lambda layout, _: add(layout.name, *_timed(layout, rows, gpus)))
+            add(layout.name, _not_run(layout, rows, NOT_RUN), None)
+
+    def run(layout: Layout, _: int) -> None:
+        with gpus.take(layout.num_ranks) as seen:
+            if time.monotonic() > deadline:
+                add(layout.name, _not_run(layout, rows, NO_TIME), None)
+            else:
+                add(layout.name, *_timed(layout, rows, seen))
+
+    fit = [layout for layout in parsed if layout.num_ranks <= gpus.count]
+    _side_by_side([layout for layout in fit if layout.num_ranks < gpus.count], run)
+    _side_by_side([layout for layout in fit if layout.num_ranks == gpus.count], run)
     write(complete=not failures)
     if failures:
         raise PeerError("layouts", failures, "ranks that end")
@@ -126,15 +140,19 @@ def _header(gpus: int, rows: Sequence[int]) -> dict[str, object]:
     }
 
 
-def _timed(layout: Layout, rows: Sequence[int], gpus: Gpus) -> tuple[Found, str | None]:
+def _not_run(layout: Layout, rows: Sequence[int], why: str) -> Found:
+    line = {"layout": layout.name, "ranks": layout.num_ranks, "status": why}
+    return {"measurements": [line | {"rows": count} for count in sorted(rows)]}
+
+
+def _timed(
+    layout: Layout, rows: Sequence[int], seen: dict[str, str]
+) -> tuple[Found, str | None]:
     """What the ranks of one layout found, as far as they came, and why not farther."""
 
     def run(folder: Path, arguments: list[str], log: Path) -> int:
         module = "h3lib.bench.layouts"
-        with gpus.take(layout.num_ranks) as seen:
-            return run_ranks(
-                module, arguments, layout.num_ranks, TIMEOUT_S, log, lambda: None, seen
-            )
+        return run_ranks(module, arguments, layout.num_ranks, TIMEOUT_S, log, lambda: None, seen)
 
     return _in_folder(layout, rows, run)
 

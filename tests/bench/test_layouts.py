@@ -69,3 +69,10 @@ def test_a_layout_that_fails_is_named_and_the_others_are_kept(machine, tmp_path)
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["complete"] is False and list(content["failures"]) == ["tp2-sp"]
     assert {line["layout"] for line in content["measurements"]} == {"tp2", "tp2-sp"}
+
+
+def test_no_layout_begins_when_the_time_is_up(machine, tmp_path):
+    layouts.bench_layouts(tmp_path / "out.json", ["tp2", "tp4"], [264], seconds=0)
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["complete"] is True and not machine
+    assert {line["status"] for line in content["measurements"]} == {layouts.NO_TIME}

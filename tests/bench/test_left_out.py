@@ -31,11 +31,17 @@ def _results(layout: Layout, rank: int, connect) -> dict[str, torch.Tensor]:
     return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_rank_alone_has_the_shapes_of_the_rank_in_its_layout(name):
+def test_one_rank_alone_has_the_shapes_of_the_rank_in_its_layout(name, overlaps, monkeypatch):
+    monkeypatch.setattr("h3lib.parallel.overlap.MIN_CHUNK_BYTES", 1 << 10)  # tiny has few bytes
     layout = Layout.parse(name)
     rank = layout.num_ranks - 1
-    found = _results(layout, rank, lambda group, r: LeftOut(group.index(r), len(group)))
+
+    def connect(group, r):
+        return LeftOut(group.index(r), len(group), overlaps=overlaps)
+
+    found = _results(layout, rank, connect)
     owner, tp_rank = Ownership.of(layout, ROWS, PUBLISHED), layout.place(rank)[1]
     whole = _results(Layout(), 0, lambda group, r: LeftOut(0, 1))
     rows = owner.slice_row_cuts(layout.cp - 1)[-2:] if layout.sp else owner.shard_row_cuts()[-2:]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from h3lib.contract import (
 )
 from h3lib.ops import fold, norm
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch
 
 BF16 = torch.bfloat16
 COLUMNS = 256
@@ -167,46 +167,38 @@ class UnitPlan:
 
 
 def finish_roots(
-    sums: Tensor,
-    width: int,
-    plan: UnitPlan,
-    units: range,
-    spans: Sequence[range],
-    num_slots: int = 0,
+    sums: Tensor, width: int, plan: UnitPlan, units: range, spans: Sequence[range]
 ) -> Tensor:
     """Roots `[len(spans), width]` from the row blocks' sums `[B, width]` of the row units `units`.
-
-    With `num_slots` a row block wrote some of so many slots of equal width, the others are +0, and
-    behind the sums `[B, num_slots]` says which of them.
 
     **Order:** row blocks of a unit ascending from +0, a span's units in the balanced tree.
     """
     roots = sums.new_empty((len(spans), width))
-    for launch in roots_launches(sums, roots, plan, units, spans, num_slots):
-        launch.start()
+    for launch in roots_launches(width, plan, units, spans):
+        launch.start(sums, roots)
     return roots
 
 
 def roots_launches(
-    sums: Tensor,
-    roots: Tensor,
-    plan: UnitPlan,
-    units: range,
-    spans: Sequence[range],
-    num_slots: int = 0,
-) -> Iterator[Launch]:
-    """One launch for each run of spans of one length."""
-    slot_width = roots.shape[1] // max(1, num_slots)
-    done = 0
+    width: int, plan: UnitPlan, units: range, spans: Sequence[range], num_slots: int = 0
+) -> list[Again]:
+    """A launch on (sums, roots) for each run of spans of one length.
+
+    With `num_slots` a row block wrote some of so many slots of equal width, the others are +0, and
+    behind the sums `[B, num_slots]` says which of them.
+    """
+    slots = max(1, num_slots)
+    word = WORD if width // slots % WORD == 0 else 1
+    launches, done = [], 0
     for size, group in itertools.groupby(spans, key=len):
         count = len(list(group))
         first = spans[done].start - units.start
-        word = WORD if slot_width % WORD == 0 else 1
-        sizes = (first, done, plan.most, slot_width // word, plan.num_blocks, max(1, num_slots))
-        operands = (sums, roots, plan.starts, *sizes, num_slots > 0, word, size, ROOT_COLUMNS)
-        tiles = max(1, num_slots) * -(-slot_width // ROOT_COLUMNS)
-        yield Launch(roots_kernel, operands, ROOT_OPTIONS, (tiles, count))
+        sizes = (first, done, plan.most, width // slots // word, plan.num_blocks, slots)
+        operands = (None, None, plan.starts, *sizes, num_slots > 0, word, size, ROOT_COLUMNS)
+        grid = (slots * -(-width // slots // ROOT_COLUMNS), count)
+        launches.append(Again(Launch(roots_kernel, operands, ROOT_OPTIONS, grid), 2))
         done += count
+    return launches
 
 
 @fold.row_unit_roots.register("triton")

@@ -8,7 +8,8 @@ One program takes a row block and some columns, its rows one at a time in ascend
 term is made in a register, added to its chain from +0 and forgotten: nothing in FP32 is written but
 the chains' sums, 1/64 of the rows. Rows of one table row follow each other in runs; between runs
 the chain of a table row waits in `sums`, where nobody else writes. Table rows that a row block does
-not have are neither written nor read: `there` says which it has. `fold.py` does the rest.
+not have are neither written nor read; which it has is said behind the sums. `fold.py` does the
+rest.
 
 Every operation is one IEEE FP32 operation in the eager op's order, rounded to bf16 where the eager
 op stores: the bytes are the eager op's. A row of the table that does not exist makes NaN.
@@ -180,7 +181,7 @@ class FoldPass:
     """Both launches of a backward pass, for operands of one signature."""
 
     chains: Again | None  # None where there are no rows
-    roots: tuple[Again, ...]
+    roots: list[Again]
     num_sums: int
     shape: tuple[int, int]  # of the roots
 
@@ -208,11 +209,9 @@ class FoldPass:
         launch = fold_launch(kernel, operands, tensors, num_table_rows, size)
         spans = subtree_roots(units.start, units.stop, NUM_ROW_UNITS)
         width = num_slots * like.shape[1]
-        shape = torch.empty((len(spans), width), device="meta")
-        launches = roots_launches(None, shape, plan, units, spans, num_slots)
         return cls(
             Again(launch, num_tensors) if len(like) else None,
-            tuple(Again(each, 2) for each in launches),
+            roots_launches(width, plan, units, spans, num_slots),
             plan.num_blocks * (width + num_slots),
             (len(spans), width),
         )
