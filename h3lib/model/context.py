@@ -25,6 +25,7 @@ from h3lib.parallel.collective import Observe
 from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import ColumnProduct, RowProduct
 from h3lib.parallel.shard import SeqShard, parameter_region
+from h3lib.parallel.transport import num_roots
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class BlockContext:
             rows = [[(a[r.start : r.stop], b) for a, b in parts] for r in ranges]
             if len(rows) == 1:
                 return self.unit_tree(*rows[0])
+            if num_roots(self.shard.owner.feature_cuts(), self.shard.tp_rank) > 1:
+                return torch.cat([self.unit_tree(*some) for some in rows], dim=1)
             a, lengths = parts[0][0], [len(r) for r in ranges]
             roots = a.new_empty((1, sum(lengths), self.size.hidden_size), dtype=accumulator(a))
             for some, out in zip(rows, roots.split(lengths, dim=1), strict=True):
