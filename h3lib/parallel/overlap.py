@@ -125,7 +125,7 @@ def reduce_product(
     out = None
     for ranges in pieces:
         lengths = [len(rows) for rows in ranges]
-        roots = product.make(ranges)
+        roots = product.make(ranges if len(pieces) > 1 else every)
         shift = (ranges[own].start - sum(lengths[:own])) * product.width
         options = {"observe": _shifted(observe, shift)}
         if len(pieces) > 1:
