@@ -306,7 +306,10 @@ def main() -> None:
     if own_place() is not None:
         rank_main(options.out)
         return
-    start_ranks("h3lib.bench.interference", ["--out", str(options.out)], torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        parser.error(f"GPUs: received {gpus}; accepted: 2 or more, one a rank")
+    start_ranks("h3lib.bench.interference", ["--out", str(options.out)], gpus)
 
 
 if __name__ == "__main__":
