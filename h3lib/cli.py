@@ -216,6 +216,13 @@ def _add_faults(commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=DEVICES)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="injections at a time; as many as the processors carry if left out",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE.json")
     parser.set_defaults(main=_faults)
 
@@ -229,7 +236,7 @@ def _faults(options: argparse.Namespace) -> int:
         if options.device == "cuda":
             require_cuda()
         return run_faults(
-            options.count, options.seed, options.out, options.device, options.ranks
+            options.count, options.seed, options.out, options.device, options.ranks, options.jobs
         )
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)

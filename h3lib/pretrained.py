@@ -32,7 +32,6 @@ from h3lib.ops.backend import load_backend
 from h3lib.parallel.gloo import launched, require_same, world_size
 from h3lib.parallel.levels import Levels, join
 from h3lib.parallel.mesh import Mesh, build_mesh, local_mesh
-from h3lib.parallel.place import own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import environment, fingerprint
 
@@ -200,12 +199,7 @@ def _join(
     if not launched():
         return layout, 0, local_mesh(), None
     on_gpu = device == "cuda"
-    owns_gpu = on_gpu and own_place().local_size <= torch.cuda.device_count()
-    world, levels = join(layout, timeout_s, "peer" if on_gpu else "gloo", owns_gpu)
-    if on_gpu:
-        hosts = world.members.hosts
-        local_rank = hosts[: world.rank].count(hosts[world.rank])
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    world, levels = join(layout, timeout_s, "peer" if on_gpu else "gloo", on_gpu)
     require_same(world, fingerprint(environment(device, "")) | {"layout": layout.name})
     return layout, world.rank, build_mesh(layout, world.rank, levels), levels
 

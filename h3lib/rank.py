@@ -74,9 +74,8 @@ class RankRun:
             accepted = f"{self.layout.num_ranks} for {self.layout.name}"
             raise LayoutError("number of ranks", self.place.num_ranks, accepted)
         request, on_gpu = self.request, self.request.device == "cuda"
-        owns_gpu = on_gpu and self.place.local_size <= torch.cuda.device_count()
         self.world, self.levels = join(
-            self.layout, request.timeout_s, request.chosen_transport, owns_gpu
+            self.layout, request.timeout_s, request.chosen_transport, on_gpu
         )
         try:
             self._join()
@@ -109,12 +108,9 @@ class RankRun:
         """Device, peers that agree, place in the layout, inputs."""
         request, rank = self.request, self.world.rank
         self.hosts = self.world.members.hosts
-        self.local_rank = self.hosts[:rank].count(self.hosts[rank])
         self.nodes = self.world.gather_objects(self.place.node)
         check_nodes(self.layout, self.nodes, request.chosen_transport)
         self.device = request.device
-        if request.device == "cuda":
-            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         self.environment = environment(request.device, machine_names(self.hosts)[rank])
         software = fingerprint(self.environment)
         asked = {key: value for key, value in asdict(request).items() if key != "out"}
@@ -233,8 +229,6 @@ class RankRun:
     ) -> dict:
         request, layout = self.request, self.layout
         tensors = summarise(canonical, canonical.digests, ranks, layout.pp)
-        on_gpu = request.device == "cuda"
-        per_host = max(self.hosts.count(host) for host in self.hosts)
         return {
             "schema": SCHEMA_VERSION,
             "contract": self.contract.id,
@@ -242,7 +236,7 @@ class RankRun:
             "num_ranks": layout.num_ranks,
             "local_size": layout.local_size or layout.num_ranks,
             "nodes": self.nodes,
-            "ranks_per_gpu": -(-per_host // torch.cuda.device_count()) if on_gpu else None,
+            "ranks_per_gpu": self.levels.ranks_per_gpu(),
             "size": request.size,
             "rows": self.packed.num_rows,
             "blocks": request.num_blocks,

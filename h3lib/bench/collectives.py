@@ -2,10 +2,11 @@
 
     ratio      NCCL's time / ours: medians of interleaved rounds in one run, the slowest rank's
     bytes      of the FP32 operand of one rank (reductions), of the BF16 result (gathers)
-    links      bytes read by (destination, source), counted, and asserted equal to the closed form
-    alpha, beta   least squares of time = alpha + bytes read from peers / beta, two-shot
+    links      bytes sent by (source, destination), counted, and asserted equal to the closed form
+    alpha, beta   least squares of time = alpha + bytes sent to peers / beta, two-shot
 
-NCCL runs with its default settings but NVLS off. Where ranks share a GPU there is no link and
+NCCL runs with its default settings but NVLS off, in place, on data so small that no number of sums
+overflows. Where ranks share a GPU there is no link and
 processes take turns: nothing is compared then, the rows say "not run", and only what one rank
 alone does is timed.
 """
@@ -29,16 +30,16 @@ from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.launch import die_with_launcher, run_ranks
 from h3lib.parallel.nccl import NcclLibrary
-from h3lib.parallel.peer import PeerTree
+from h3lib.parallel.peer import CAPACITY_BYTES, PeerTree
+from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.transport import num_roots
 from h3lib.provenance import git_commit
 
 TIMEOUT_S = 300.0
-CAPACITY_BYTES = 256 << 20
-SMALL = tuple(1 << k for k in range(12, 24, 2))  # bytes; timed as CUDA graphs
+SMALL = tuple(1 << k for k in (12, 14, 16, 18, 20, 22, 23))  # bytes; timed as CUDA graphs
 LARGE = tuple((1 << 20) * m for m in (32, 64, 128, 256, 512))
 ROUNDS, REPEATS, WARM_UP, GRAPH_CALLS = 7, 10, 5, 8
-COLUMNS = 5376
+COLUMNS, TINY = 5376, 2.0**-100
 BF16, F32 = torch.bfloat16, torch.float32
 NOT_RUN = "not run: ranks share a GPU"
 Call = Callable[[], object]
@@ -71,15 +72,15 @@ class Bench:
         data = [self.ranks] if self.owns_gpu else []
         self.world = GlooWorld(groups, TIMEOUT_S, data_groups=data)
         self.rank, self.size = self.world.rank, self.world.size
-        self.tree = self._open(self.ranks)
+        self.tree = self.open(self.ranks)
         self.collective = TreeCollective(self.tree)
         self.nccl = NcclLibrary(self.world, list(self.ranks)) if self.owns_gpu else None
         self.cuts = [8 * r // size for r in range(size + 1)]
         self.rows: list[Row] = []
 
-    def _open(self, ranks: tuple[int, ...]) -> PeerTree:
+    def open(self, ranks: tuple[int, ...], shape: Shape | None = None) -> PeerTree:
         control = self.world.connect(ranks, self.rank)
-        return PeerTree(control, CAPACITY_BYTES, checked=False)
+        return PeerTree(control, checked=False, shape=shape)
 
     def compare(self, op: str, case: str, num_bytes: int, ours: Call, theirs: Call | None) -> None:
         """One row; small operands are timed as CUDA graphs."""
@@ -110,10 +111,10 @@ class Bench:
         """Every collective on FP32 operands of `num_bytes`."""
         n = num_bytes // 4
         roots = torch.randn(1, n, device="cuda")
-        zeros = torch.zeros_like(roots[0])  # NCCL's, in place: any other sum would overflow
+        copy = roots[0] * TINY
         nccl = self.nccl
         ours = lambda: self.collective.all_reduce(roots, self.cuts, BF16)  # noqa: E731
-        for case, x in (("NCCL FP32", zeros), ("NCCL BF16", zeros.to(BF16))):
+        for case, x in (("NCCL FP32", copy), ("NCCL BF16", copy.to(BF16))):
             theirs = None if nccl is None else lambda x=x: nccl.all_reduce(x)
             self.compare("all_reduce to BF16", case, num_bytes, ours, theirs)
         rows = self.size * max(1, n // COLUMNS // self.size)
@@ -136,22 +137,22 @@ class Bench:
         )  # fmt: skip
 
     def links(self, n: int) -> dict[str, object]:
-        """Bytes by (destination, source) of one two-shot all-reduce to BF16.
+        """Bytes by (source, destination) of one all-reduce to BF16.
 
         **Raises:** PeerError if they are not those of the closed form.
         """
-        before = self.tree.bytes_read
+        before = self.tree.bytes_sent
         self.collective.all_reduce(torch.zeros(1, n, device="cuda"), self.cuts, BF16)
-        mine = [b - a for a, b in zip(before, self.tree.bytes_read, strict=True)]
+        mine = [b - a for a, b in zip(before, self.tree.bytes_sent, strict=True)]
         table = self.world.gather_objects(mine)
         expected = link_bytes(self.tree, self.cuts, n)
         if table != expected:
-            raise PeerError("bytes by (destination, source)", table, expected)
-        return {"op": "all_reduce to BF16", "elements": n, "read": table, "closed_form": expected}
+            raise PeerError("bytes by (source, destination)", table, expected)
+        return {"op": "all_reduce to BF16", "elements": n, "sent": table, "closed_form": expected}
 
     def alone(self) -> list[dict[str, object]]:
         """The steps of one rank in a world of one, to BF16: launches and local memory alone."""
-        tree = self._open((self.rank,))
+        tree = self.open((self.rank,))
         collective, found = TreeCollective(tree), []
         for num_bytes in (SMALL[0], SMALL[-1], LARGE[2]):
             roots = torch.randn(1, num_bytes // 4, device="cuda")
@@ -176,19 +177,19 @@ class Bench:
 
 
 def link_bytes(tree: PeerTree, cuts: list[int], n: int) -> list[list[int]]:
-    """Closed form of an all-reduce to BF16: row r holds what r reads from every rank's memory.
+    """Closed form of an all-reduce to BF16: row r holds what r writes into every rank's memory.
 
-    Two-shot: 4 R_p |slice r| + 2 |slice p| from rank p; one-shot: 4 R_p n.
+    Two-shot: 4 R_r |slice p| + 2 |slice r| into a peer p; one-shot: 4 R_r n.
     """
     roots = [num_roots(cuts, rank) for rank in range(tree.size)]
     slices = tree.slices(n, max(roots))
     lengths = [stop - start for start, stop in slices]
-    if len(set(slices)) == 1:
-        return [[4 * r * n for r in roots] for _ in roots]
+    two_shot = len(set(slices)) > 1
     return [
-        [4 * roots[p] * lengths[r] + 2 * lengths[p] for p in range(tree.size)]
+        [(4 * roots[r] * lengths[p] + 2 * two_shot * lengths[r]) * (p != r)
+         for p in range(tree.size)]
         for r in range(tree.size)
-    ]
+    ]  # fmt: skip
 
 
 def fit(rows: list[Row], size: int) -> dict[str, object]:
@@ -250,6 +251,7 @@ def rank_main(out: Path) -> None:
         "ranks_per_gpu": 1 if bench.owns_gpu else bench.size // torch.cuda.device_count(),
         "nvls": "off",
         "capacity_bytes": CAPACITY_BYTES,
+        "shape": asdict(bench.tree.shape),
         "protocol": {"rounds": ROUNDS, "repeats": REPEATS, "graph_calls": GRAPH_CALLS},
         "measurements": [asdict(row) for row in bench.rows],
         "links": links,

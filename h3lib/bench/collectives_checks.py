@@ -21,7 +21,7 @@ from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.hierarchical import HierarchicalCollective
 from h3lib.parallel.peer import PeerTree
 from h3lib.parallel.peer_kernels import ADD
-from h3lib.parallel.peer_sync import EPOCH, PAGE_WORDS
+from h3lib.parallel.peer_sync import EPOCH
 
 NUM_RANKS = 8
 TIMEOUT_S = 60.0
@@ -207,13 +207,17 @@ def check_back_to_back(bench: Bench, size: int) -> Iterator[Check]:
 
 
 def _poison_free_slot(tree: PeerTree) -> None:
-    """NaN into the slot of the coming epoch, which no peer reads any more."""
+    """NaN into this rank's slots of the last epoch of each channel, which nobody uses any more.
+
+    The slots of the coming epoch belong to the peers already: they may have written them.
+    """
     steps = tree._steps
-    start = steps.buffers.addresses[steps.rank] + PAGE_WORDS.value * 8
-    words = steps.driver.words(start, 2 * steps.slot_words).view(2, -1)
-    coming = (steps.page[EPOCH.value] + 1) % 2
-    mask = (torch.arange(2, device="cuda") == coming)[:, None]
-    words[:, : 1 << 16].masked_fill_(mask, -1)
+    start, channels = steps.buffers.addresses[steps.rank], steps.shape.channels
+    pages = steps.driver.words(start, steps.head_words).view(channels, -1)
+    count = 2 * channels * steps.slot_words
+    slots = steps.driver.words(start + steps.head_words * 8, count).view(2, channels, -1)
+    last = torch.arange(2, device="cuda")[:, None] == pages[:, EPOCH.value] % 2
+    slots.masked_fill_(last[:, :, None], -1)
 
 
 def check_graph(bench: Bench, size: int) -> Iterator[Check]:

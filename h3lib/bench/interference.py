@@ -17,12 +17,10 @@ has is not part of its bits.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +33,10 @@ from h3lib.contract import PeerError
 from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
 from h3lib.ops.gemm import linear_forward
-from h3lib.parallel import peer_steps
+from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.nccl import NcclLibrary
+from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.place import own_place
 from h3lib.provenance import git_commit
 
@@ -47,7 +46,7 @@ CALLS = 8  # in a graph
 ROWS = 8192  # of a collective's operand, 5,376 columns in FP32: 176 MB a rank
 ONE_WAVE = (1408, 3072, 21504)  # 11 x 12 tiles of 128 x 256, on 132 multiprocessors
 MANY_WAVES = (4096, 43008, 5376)  # ff-in of 4,096 rows
-PROGRAMS = (32, 16, 8)
+PROGRAMS = (64, 32, 16)
 NCCL_CTAS = (8, 4)
 REDUCE_SCATTER, ALL_REDUCE = "reduce_scatter_rows to BF16", "all_reduce to BF16"
 OURS, NCCL = "peer tree", "NCCL FP32"
@@ -75,18 +74,6 @@ class Work:
         return named | {"programs": self.programs, "high_priority": self.priority < 0}
 
 
-@contextlib.contextmanager
-def limited(programs: int | None) -> Iterator[None]:
-    """Kernels of the peer tree that are launched or captured inside have at most `programs`."""
-    before = peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS
-    if programs is not None:
-        peer_steps.MAX_PROGRAMS = peer_steps.STAGE_PROGRAMS = programs
-    try:
-        yield
-    finally:
-        peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS = before
-
-
 class Interference:
     """One rank of the benchmark."""
 
@@ -101,19 +88,14 @@ class Interference:
     ) -> Work:
         """A call as a graph on a stream of its own."""
         stream = torch.cuda.Stream(priority=priority)
-
-        def run() -> None:
-            with limited(programs):
-                call()
-
         with torch.cuda.stream(stream):
-            run()
+            call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(CALLS):
-                run()
-        return Work(name, way, programs, priority, run, graph, stream)
+                call()
+        return Work(name, way, programs, priority, call, graph, stream)
 
     def products(self) -> list[Work]:
         """Of one wave by cuBLAS and by this project, and of many waves by this project."""
@@ -133,24 +115,27 @@ class Interference:
         ]
 
     def collectives(self) -> list[Work]:
-        """Ours with several numbers of programs, first with the default; NCCL's with its own
-        number of CTAs and with fewer."""
+        """Ours with several numbers of channels, first with the default; NCCL's with its own number
+        of CTAs and with fewer."""
         bench, size = self.bench, self.size
         roots = torch.randn(1, ROWS, COLUMNS, device="cuda")
         cuts = [ROWS * rank // size for rank in range(size + 1)]
         out = torch.empty(ROWS // size, COLUMNS, device="cuda")
         flat = torch.zeros(ROWS * COLUMNS, device="cuda")  # in place: zeros stay finite
 
-        def scatter() -> None:
-            bench.collective.reduce_scatter_rows(roots, bench.cuts, cuts, BF16)
-
-        def reduce() -> None:
-            bench.collective.all_reduce(roots.view(1, -1), bench.cuts, BF16)
-
+        scattered = roots, bench.cuts, cuts, BF16
+        reduced = roots.view(1, -1), bench.cuts, BF16
+        self.trees = [bench.open(bench.ranks, Shape(channels=count)) for count in PROGRAMS]
         found = []
-        for name, call in ((REDUCE_SCATTER, scatter), (ALL_REDUCE, reduce)):
-            found += [self.capture(name, OURS, call, count) for count in (None, *PROGRAMS)]
-            found.append(self.capture(name, OURS, call, None, BUSY))
+        for count, tree in zip((None, *PROGRAMS), (bench.tree, *self.trees), strict=True):
+            ours = TreeCollective(tree)
+            for name, call in (
+                (REDUCE_SCATTER, lambda c=ours: c.reduce_scatter_rows(*scattered)),
+                (ALL_REDUCE, lambda c=ours: c.all_reduce(*reduced)),
+            ):
+                found.append(self.capture(name, OURS, call, count))
+                if count is None:
+                    found.append(self.capture(name, OURS, call, None, BUSY))
         for most in (None, *NCCL_CTAS):
             library = NcclLibrary(self.world, list(bench.ranks), most)
             for name, call in (
@@ -238,7 +223,10 @@ class Interference:
         return found
 
     def close(self) -> None:
-        self.bench.tree.check()
+        for tree in (self.bench.tree, *self.trees):
+            tree.check()
+        for tree in self.trees:
+            tree.close()
         self.bench.close()
 
 

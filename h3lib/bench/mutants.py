@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h3lib.model.context import BlockContext
 from h3lib.model.trace import OUTPUT, Record
-from h3lib.parallel.collective import TreeCollective
+from h3lib.parallel.collective import Collective, TreeCollective
 from h3lib.parallel.shard import SeqShard
 from h3lib.parallel.transport import ThreadWorld, num_roots
 from h3lib.simulate import Change, Records
@@ -25,6 +25,8 @@ from h3lib.simulate import Change, Records
 
 class FaultyCollective(TreeCollective):
     """A two-shot collective whose sum of the received roots is `add`."""
+
+    _finish_all = Collective._finish_all  # by way of `_root`
 
     def _root(self, flat, leaf_cuts, slices, dtype, call):
         start, stop = slices[self.rank]
@@ -74,6 +76,8 @@ class DroppedShard(FaultyCollective):
 
 class Bf16Partials(TreeCollective):
     """What crosses ranks is rounded to BF16."""
+
+    _finish_all = Collective._finish_all
 
     def _root(self, flat, leaf_cuts, slices, dtype, call):
         return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)

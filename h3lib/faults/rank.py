@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import CONTRACT_ID, H3Error, subtree_roots
+from h3lib.faults.catalogue import (
+    AFTER,
+    BEFORE,
+    DURING,
+    GRAPH,
+    OPENINGS,
+    SIGNALS,
+    Injection,
+)
+from h3lib.faults.sabotage import around, be_late, expandable_segments, open_tree, spoilt
 from h3lib.ops.tree import tree_sum
 from h3lib.parallel.collective import Collective, TreeCollective
 from h3lib.parallel.gloo import GlooWorld, require_same
 from h3lib.parallel.hierarchical import HierarchicalCollective
 from h3lib.parallel.launch import die_with_parent
+from h3lib.parallel.peer_memory import free_kept
 from h3lib.parallel.transport import Level
 
-COLLECTIVES = ("all_reduce", "reduce_scatter_rows", "all_gather_rows", "all_gather_columns")
 ROWS, NUM_LEAVES = 16, 8
 _START_S = 40.0
+_PATIENCE_S = 10.0
 _MANY = 10**6
-
-
-@dataclass(frozen=True)
-class Injection:
-    """What is broken, on whom and when; `levels` 2 is a hierarchy of two nodes."""
-
-    number: int
-    fault: str
-    when: str
-    victim: int
-    collective: str
-    calls_before: int
-    num_elements: int
-    levels: int
-    device: str
-    num_ranks: int
-    timeout_s: float
-    delay_s: float
-
-    def cuts(self, total: int) -> list[int]:
-        return [total * i // self.num_ranks for i in range(self.num_ranks + 1)]
 
 
 class Group:
@@ -56,18 +46,21 @@ class Group:
     def __init__(self, injection: Injection, name: str, strike: Callable[[], None] | None = None):
         """`strike` is given on the victim alone, and called when the peers have met."""
         self.injection, self.trees = injection, []
+        self.fault = injection.fault if strike is not None else ""
         size = injection.num_ranks
         half = size // 2
         whole = tuple(range(size))
         groups = [whole]
         if injection.levels == 2:
             groups += [whole[:half], whole[half:], *[(r, r + half) for r in range(half)]]
-        self.world = GlooWorld(groups, injection.timeout_s, name, start_timeout_s=_START_S)
+        timeout_s = injection.timeout_s if name == "first" else _START_S
+        name = f"{name} {injection.number}"
+        self.world = GlooWorld(groups, timeout_s, name, start_timeout_s=_START_S)
         self.rank = self.world.rank
         try:
             if strike is not None:
                 strike()
-            require_same(self.world, self._fingerprint(strike is not None))
+            require_same(self.world, self._fingerprint())
             self.collective = self._connect(whole)
         except H3Error:
             self.close()
@@ -90,16 +83,14 @@ class Group:
         control = self.world.connect(ranks, self.rank)
         if self.injection.device == "cpu":
             return control
-        from h3lib.parallel.peer import PeerTree  # needs Triton
-
-        self.trees.append(PeerTree(control, 1 << 20))
+        self.trees.append(open_tree(control, self.fault))
         return self.trees[-1]
 
-    def _fingerprint(self, faulty: bool) -> dict[str, str]:
-        same = {"contract": CONTRACT_ID, "torch": torch.__version__, "device": "one"}
-        key = {"contract": "contract", "version": "torch", "device": "device"}
-        fault = key.get(self.injection.fault)
-        return same | ({fault: "another"} if faulty and fault else {})
+    def _fingerprint(self) -> dict[str, str]:
+        """What a run compares of its ranks; on GPUs the peer tree compares its own."""
+        same = {"contract": CONTRACT_ID, "torch": torch.__version__, "device": "cpu"}
+        wrong = self.injection.device == "cpu" and self.fault in OPENINGS
+        return same | ({self.fault: "another"} if wrong else {})
 
     def roots(self) -> Tensor:
         cuts = self.injection.cuts(NUM_LEAVES)
@@ -118,8 +109,8 @@ class Group:
         if name.startswith("all_gather"):
             part = self.leaves[0][row_cuts[self.rank] : row_cuts[self.rank + 1]]
             part = part.T if name == "all_gather_columns" else part
-            return getattr(self.collective, name)(*_spoilt(part, row_cuts, wrong, name))
-        roots, *cuts = _spoilt(self.roots(), leaf_cuts, wrong, name)
+            return getattr(self.collective, name)(*spoilt(part, row_cuts, wrong, name))
+        roots, *cuts = spoilt(self.roots(), leaf_cuts, wrong, name)
         if name == "all_reduce":
             return self.collective.all_reduce(roots, *cuts, torch.float32)
         return self.collective.reduce_scatter_rows(roots, *cuts, row_cuts, torch.float32)
@@ -133,22 +124,11 @@ class Group:
         return total if name == "all_reduce" else total[rows[self.rank] : rows[self.rank + 1]]
 
     def close(self) -> None:
-        for tree in self.trees:
-            tree.close()
-        self.world.close()
-
-
-def _spoilt(part: Tensor, cuts: list[int], wrong: str, name: str) -> tuple[Tensor, list[int]]:
-    """The operand as one rank should not bring it."""
-    if wrong == "shape":
-        part = torch.cat([part, part], dim=0 if name == "all_gather_columns" else -1)
-    elif wrong == "shape of as many elements":
-        part = part.unsqueeze(-2)
-    elif wrong == "dtype":
-        part = part.to(torch.float64)
-    elif wrong == "cuts":
-        cuts = [cut + 1 for cut in cuts]
-    return part, cuts
+        try:
+            for tree in self.trees:
+                tree.close()
+        finally:
+            self.world.close()
 
 
 def digest(tensor: Tensor) -> str:
@@ -159,7 +139,7 @@ class Rank:
     """One rank of an injection: before, the fault, and what came of it."""
 
     def __init__(self, injection: Injection, rank: int, folder: Path):
-        self.injection, self.folder = injection, folder
+        self.injection, self.struck = injection, folder / f"struck {injection.number}"
         self.is_victim = rank == injection.victim
         self.wrong_bytes = 0
 
@@ -172,57 +152,69 @@ class Rank:
         except H3Error as caught:
             error = str(caught)
         except Exception as caught:
-            error, typed = f"{type(caught).__name__}: {caught}", False
+            error = f"{type(caught).__name__}: {caught}"
+            typed = self.is_victim and self.injection.fault == "exception"
+            if group is not None:
+                group.world.fail_alone(caught)
         return {
             "error": error,
             "typed": typed,
             "waited_s": self._since_fault(),
             "wrong_bytes": self.wrong_bytes,
             "refused": group is None or self._refused(group),
-            "closed": group is None or group.close() is None,
+            "closed": group is None or self._closed(group),
         }
 
     def _work(self, group: Group) -> None:
         injection, expected = self.injection, digest(group.expected())
-        step = self._graph(group) if injection.when == "graph" else group.call
-        for _ in range(injection.calls_before + (injection.when == "after")):
+        step = self._graph(group) if injection.when == GRAPH else group.call
+        for _ in range(injection.calls_before + (injection.when == AFTER)):
             self._compare(step(), expected)
-        if self.is_victim:
-            self._fault(group)
-        wrong = injection.fault if self.is_victim and injection.when != "graph" else ""
-        if injection.fault not in ("killed", "stopped"):
-            if self.is_victim and not injection.fault.startswith("late"):
-                self._mark()
-            self._compare(group.call(wrong), expected)
+        if injection.fault in SIGNALS:
+            if self.is_victim:
+                self._signal()
+            for _ in range(_MANY):  # until the fault is noticed
+                self._compare(step(), expected)
+        if not self.is_victim:
+            self._compare(step(), expected)
             return
-        for _ in range(_MANY):  # until the fault is noticed
-            self._compare(step(), expected)
+        self._fault()
+        with around(injection, self._mark):
+            wrong = () if injection.when == GRAPH else (injection.fault,)
+            self._compare(step(*wrong), expected)
 
-    def _fault(self, group: Group) -> None:
-        """Be killed, stopped or late; `during` strikes while the calls go on."""
+    def _fault(self) -> None:
+        """What the victim does before its faulty call."""
         injection = self.injection
-        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(injection.fault)
+        if injection.fault.startswith("late"):
+            if injection.when != DURING:
+                be_late(injection, self._mark)
+            return
+        self._mark()
+        if injection.fault == "exception":
+            raise ValueError("a mistake outside of any collective")
+
+    def _signal(self) -> None:
+        """Be killed or stopped; `during` and in a graph it strikes while the calls go on."""
+        injection = self.injection
+        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[injection.fault]
+        waits = injection.when in (BEFORE, AFTER)
 
         def strike() -> None:
-            time.sleep(injection.delay_s if injection.when in ("during", "graph") else 0)
+            time.sleep(0 if waits else injection.delay_s)
             self._mark()
             os.kill(os.getpid(), number)
 
-        if number is not None:
-            threading.Thread(target=strike, daemon=True).start()
-            if injection.when in ("before", "after"):
-                time.sleep(_START_S)
-        elif injection.fault.startswith("late"):
-            self._mark()
-            whole = injection.fault == "late"
-            time.sleep(injection.timeout_s + 1.5 if whole else injection.timeout_s / 4)
+        threading.Thread(target=strike, daemon=True).start()
+        if waits:
+            time.sleep(_START_S)
 
     def _mark(self) -> None:
-        (self.folder / "struck").write_text(repr(time.time()))
+        self.struck.write_text(repr(time.monotonic()))
 
     def _since_fault(self) -> float:
         try:
-            return time.time() - float((self.folder / "struck").read_text())
+            return time.monotonic() - float(self.struck.read_text())
         except (OSError, ValueError):
             return 0.0
 
@@ -230,11 +222,16 @@ class Rank:
         self.wrong_bytes += digest(value) != expected
 
     def _graph(self, group: Group) -> Callable[[], Tensor]:
-        """The collective as a CUDA graph; a replay is checked before its result is looked at."""
-        group.call()
+        """The collective as a CUDA graph; a replay is checked before its result is looked at.
+
+        A victim that calls otherwise captures that; all have made its call once, as a capture asks.
+        """
+        wrong = self.injection.fault if self.injection.spoils_call() else ""
+        for name in {"", wrong}:
+            group.call(name)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            value = group.call()
+            value = group.call(wrong if self.is_victim else "")
 
         def step() -> Tensor:
             graph.replay()
@@ -253,29 +250,37 @@ class Rank:
             return False
         return False
 
+    def _closed(self, group: Group) -> bool:
+        """Closing says nothing new: no error, or none after the first."""
+        try:
+            group.close()
+        except H3Error:
+            return False
+        return True
+
     def second(self) -> dict:
-        """A new group of as many ranks, and the bytes it gives."""
-        group = Group(self.injection, "second")
-        equal = digest(group.call()) == digest(group.expected())
-        group.close()
-        return {"equal": equal}
+        """A new group of as many ranks, the bytes it gives, and buffers of the first still kept."""
+        try:
+            group = Group(self.injection, "second")
+            equal = digest(group.call()) == digest(group.expected())
+            group.close()
+        except Exception as error:
+            return {"equal": False, "kept": 0, "error": f"{type(error).__name__}: {error}"}
+        return {"equal": equal, "kept": free_kept(_PATIENCE_S), "error": ""}
 
 
-def rank_main(injection: Injection, there: dict[str, str], folder: str, replaces: bool) -> None:
-    """A process of an injection; one that replaces a lost victim only joins the new group."""
+def rank_main(there: dict[str, str], connection: Connection, folder: str) -> None:
+    """A process that plays one rank of an injection after the other, until it is told None."""
     die_with_parent()
     os.environ.update(there)
     torch.set_num_threads(1)
-    number, scratch = int(there["RANK"]), Path(folder)
-    if injection.device == "cuda":
-        torch.cuda.set_device(number % torch.cuda.device_count())
-    rank = Rank(injection, number, scratch)
-    if not replaces:
-        _say(scratch / f"first-{number}", rank.first())
-    _say(scratch / f"second-{number}", rank.second())
+    number = int(there["RANK"])
+    for injection, part in iter(connection.recv, None):
+        rank = Rank(injection, number, Path(folder))
+        if injection.device == "cuda":
+            taken = number if injection.spread else injection.number
+            torch.cuda.set_device(taken % torch.cuda.device_count())
+        expandable = part == "first" and rank.is_victim and injection.fault == "expandable segments"
+        with expandable_segments() if expandable else contextlib.nullcontext():
+            connection.send(getattr(rank, part)())
     os._exit(0)
-
-
-def _say(path: Path, content: dict) -> None:
-    path.with_suffix(".new").write_text(json.dumps(content))
-    os.replace(path.with_suffix(".new"), path)

@@ -8,6 +8,7 @@ slices (all-reduce) or leaves them (reduce-scatter). The layout moves roots; it 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,13 +22,26 @@ Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
 
 
+def _heard(method: Callable) -> Callable:
+    """A collective: its peers hear of what this rank alone refuses, or has no memory for."""
+
+    @functools.wraps(method)
+    def run(self: Collective, *arguments, **options) -> Tensor:
+        with self.level.heard(method.__name__):
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class Collective(abc.ABC):
     """One mesh axis seen from one rank. `cuts` of n ranks has n + 1 entries: rank r owns
-    [cuts[r], cuts[r + 1])."""
+    [cuts[r], cuts[r + 1]). `level` is one of its levels."""
 
     rank: int
     size: int
+    level: Level
 
+    @_heard
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Rows of every rank in rank order: `[T_local, ...]` to `[T, ...]`.
 
@@ -36,6 +50,7 @@ class Collective(abc.ABC):
         shape = (cuts[-1] - cuts[0], *x.shape[1:])
         return self._gather_rows(x, cuts, Call("all_gather_rows", shape, str(x.dtype)))
 
+    @_heard
     def all_gather_columns(self, x: Tensor, cuts: Cuts) -> Tensor:
         """Columns (last dim) of every rank in rank order: `[..., C_local]` to `[..., C]`."""
         call = Call(
@@ -55,6 +70,7 @@ class Collective(abc.ABC):
         flat = self._gather(x.reshape(-1), [c * row for c in cuts], call)
         return flat.view(cuts[-1] - cuts[0], *x.shape[1:])
 
+    @_heard
     def all_reduce(
         self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
     ) -> Tensor:
@@ -66,9 +82,14 @@ class Collective(abc.ABC):
         flat = self._flat(roots, leaf_cuts)
         call = _reduction("all_reduce", roots, leaf_cuts, dtype)
         slices = self._slices(flat.shape[1], leaf_cuts)
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-        return self._gather_slices(part, slices, call).view(roots.shape[1:])
+        if observe is None:
+            result = self._finish_all(flat, leaf_cuts, slices, dtype, call)
+        else:
+            part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+            result = self._gather_slices(part, slices, call)
+        return result.view(roots.shape[1:])
 
+    @_heard
     def reduce_scatter_rows(
         self,
         roots: Tensor,
@@ -105,6 +126,13 @@ class Collective(abc.ABC):
         root = self._root(flat, leaf_cuts, slices, flat.dtype, call)
         observe(root, slices[self.rank][0])
         return root.to(dtype)
+
+    def _finish_all(
+        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+    ) -> Tensor:
+        """All of the sum, rounded, on every rank."""
+        part = self._root(flat, leaf_cuts, slices, dtype, call)
+        return self._gather_slices(part, slices, call)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -144,7 +172,8 @@ class TreeCollective(Collective):
     """One level: every rank finishes one slice (two-shot), or each of them all (one-shot)."""
 
     def __init__(self, transport: Level):
-        self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.transport = self.level = transport
+        self.rank, self.size = transport.rank, transport.size
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
@@ -161,8 +190,13 @@ class TreeCollective(Collective):
         parts = [[part] for part in slices]
         return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call)[0]
 
+    def _finish_all(
+        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+    ) -> Tensor:
+        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call)
+
     def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return gather_slices(self.transport, part, slices, call)
+        return self.transport.gather_slices(part, slices, call)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -174,10 +208,3 @@ class LocalCollective(TreeCollective):
 
     def __init__(self):
         super().__init__(LocalTransport())
-
-
-def gather_slices(level: Level, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-    """All elements from the slices of a level's ranks; nothing moves if each has them all."""
-    if level.size > 1 and len(set(slices)) == 1:
-        return part
-    return level.gather(part, [b - a for a, b in slices], call)

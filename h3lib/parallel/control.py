@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h3lib.layout import Ownership
-from h3lib.parallel.collective import TreeCollective
+from h3lib.parallel.collective import Collective, TreeCollective
 from h3lib.parallel.transport import Call, Cuts, Slice, num_roots
 
 Key = tuple[str, str]
@@ -34,6 +34,8 @@ def control_axes(owner: Ownership, keys: Mapping[str, Key]) -> dict[str, Key]:
 
 class RingControl(TreeCollective):
     """A collective with the order of a ring; only the control uses it."""
+
+    _finish_all = Collective._finish_all  # by way of `_root`
 
     def _root(
         self,

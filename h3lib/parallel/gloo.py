@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from h3lib.contract import PeerError
-from h3lib.parallel.membership import Members, Place, Verdicts
+from h3lib.contract import OperandError, PeerError
+from h3lib.parallel.membership import Hold, Members, Place, Verdicts
 from h3lib.parallel.place import own_place
 from h3lib.parallel.transport import (
     Call,
@@ -22,11 +24,13 @@ from h3lib.parallel.transport import (
     Transport,
     check_calls,
     check_exchange,
+    most_common,
     pack_bytes,
     unpack_bytes,
 )
 
 _generation = itertools.count()
+_NO_MEMORY = ("out of memory", "memory for its parts")
 
 
 class GlooWorld:
@@ -68,12 +72,8 @@ class GlooWorld:
                 "gloo", store=store, rank=self.rank, world_size=self.size, timeout=start
             )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
-            os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
-            patience = timeout + datetime.timedelta(seconds=60)  # a verdict comes before its abort
-            self._data_groups = {
-                ranks: dist.new_group(list(ranks), timeout=patience, backend=data_backend)
-                for ranks in data_groups
-            }
+            self._data_groups = {}
+            self.open_data(data_groups, data_backend)
             places = [None] * self.size
             dist.all_gather_object(places, Place.here())
         except RuntimeError as error:
@@ -84,8 +84,17 @@ class GlooWorld:
                 str(error).splitlines()[0],
                 f"all ranks in {start_timeout_s:g} s",
             ) from error
-        self.members = Members(places)
+        self.members, self._store, self._shared = Members(places), store, Counter()
         self._verdicts = Verdicts(store, self.members, self.rank, timeout_s)
+
+    def open_data(self, groups: Sequence[tuple[int, ...]], backend: str = "nccl") -> None:
+        """Groups whose ranks can also move bytes by `backend`; collective over all ranks."""
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
+        patience_s = self.timeout_s + 60  # a verdict comes before its abort
+        for ranks in groups:
+            self._data_groups[ranks] = dist.new_group(
+                list(ranks), timeout=datetime.timedelta(seconds=patience_s), backend=backend
+            )
 
     def connect(self, ranks: Sequence[int], rank: int) -> GlooTransport:
         return GlooTransport(self, list(ranks), rank)
@@ -111,15 +120,14 @@ class GlooWorld:
         from then on, on every use of this world."""
         if self.error is not None:
             raise self.error_after()
-        entered = time.time()
+        entered = time.monotonic()
         try:
             collective()
         except PeerError as error:  # the ranks disagree: those outside must hear of it
             raise self.fail(error) from None
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            subject = f"rank {self.rank} in {what}"
-            raise self.fail(PeerError(subject, "out of memory", "memory for its parts")) from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if _is_memory(error):
+                raise self.fail_here(what, *_NO_MEMORY) from error
             cause = str(error).splitlines()[0]
             verdict = self._verdicts.settle(what, ranks, entered, cause)
             raise self.fail(verdict) from error
@@ -129,6 +137,18 @@ class GlooWorld:
         if self.error is None:
             self.error = self._verdicts.publish(error)
         return self.error
+
+    def fail_here(self, what: str, received: str, accepted: str) -> PeerError:
+        """The same, because of what this rank alone could not do in `what`."""
+        return self.fail(PeerError(f"rank {self.rank} in {what}", received, accepted))
+
+    def hold(self, ranks: Sequence[int]) -> Hold:
+        """Of something that `ranks` share from now on; they all ask for it, in the same order."""
+        ranks = tuple(ranks)
+        self._shared[ranks] += 1
+        name = f"let go/{'-'.join(map(str, ranks))}/{self._shared[ranks]}"
+        peers = [rank for rank in ranks if rank != self.rank]
+        return Hold(self._store, self.members, self.rank, peers, name)
 
     def fail_alone(self, error: BaseException) -> None:
         """This rank ends by an error of its own: the others hear of it before they wait for it."""
@@ -147,19 +167,27 @@ class GlooWorld:
             dist.destroy_process_group()
 
 
+def _is_memory(error: Exception) -> bool:
+    """Whether this process lacks memory; PyTorch's CPU allocator has no error class for that."""
+    lacking = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, lacking) or "can't allocate memory" in str(error)
+
+
 def require_same(world: GlooWorld, fingerprint: dict) -> None:
-    """**Raises:** PeerError on every rank, naming the rank, if a peer differs from rank 0."""
+    """**Raises:** PeerError on every rank, naming the rank, if a peer differs from the others."""
     check_same(world.gather_objects(fingerprint))
 
 
 def check_same(fingerprints: list[dict], ranks: Sequence[int] | None = None) -> None:
-    """**Raises:** PeerError for the first rank that differs from the first of `ranks`."""
+    """**Raises:** PeerError for the first of `ranks` that differs from most, by the first key."""
     ranks = ranks or range(len(fingerprints))
-    for rank, peer in zip(ranks, fingerprints, strict=True):
-        for key in sorted(fingerprints[0].keys() | peer.keys()):
-            here, there = fingerprints[0].get(key), peer.get(key)
-            if here != there:
-                raise PeerError(f"{key} of rank {rank}", there, f"{here!r} as on rank {ranks[0]}")
+    for key in sorted({key for peer in fingerprints for key in peer}):
+        found = [peer.get(key) for peer in fingerprints]
+        usual = most_common(found)
+        for rank, there in zip(ranks, found, strict=True):
+            if there != found[usual]:
+                accepted = f"{found[usual]!r} as on rank {ranks[usual]}"
+                raise PeerError(f"{key} of rank {rank}", there, accepted)
 
 
 class GlooTransport(Transport):
@@ -176,6 +204,22 @@ class GlooTransport(Transport):
             what, self.ranks, lambda: dist.all_gather_object(values, value, group=self.group)
         )
         return values
+
+    def hold(self) -> Hold:
+        """Of something that this group shares from now on; collective."""
+        return self.world.hold(self.ranks)
+
+    @contextlib.contextmanager
+    def heard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OperandError as error:
+            self.world.fail_here(what, str(error), "an operand of the group's call")
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not _is_memory(error):
+                raise
+            raise self.world.fail_here(what, *_NO_MEMORY) from error
 
     def exchange(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], call: Call | None = None

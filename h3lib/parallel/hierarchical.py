@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3lib.parallel.collective import Collective, gather_slices
+from h3lib.parallel.collective import Collective
 from h3lib.parallel.transport import Call, Cuts, Level, Slice, even_slices
 
 
@@ -23,6 +23,7 @@ class HierarchicalCollective(Collective):
 
     def __init__(self, local: Level, nodes: Level):
         self.local, self.nodes = local, nodes
+        self.level = local
         self.size = local.size * nodes.size
         self.rank = nodes.rank * local.size + local.rank
 
@@ -59,7 +60,7 @@ class HierarchicalCollective(Collective):
         return list(dict.fromkeys(slices[local_rank :: self.local.size]))
 
     def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return gather_slices(self.local, part, slices[: self.local.size], call)
+        return self.local.gather_slices(part, slices[: self.local.size], call)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         """Between nodes first, where a rank sends its own part alone, then inside the node."""

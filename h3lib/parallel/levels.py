@@ -5,13 +5,16 @@
 | of one node of the layout   | CUDA IPC and kernels that read peers | Gloo   |
 | of several nodes            | NCCL if every rank owns a GPU, else Gloo | Gloo |
 
-NCCL refuses two ranks on one GPU. The choice is made once, from the layout and from whether ranks
-own a GPU, and is in the report;
-what was chosen and does not work is an error, never another transport.
+NCCL refuses two ranks on one GPU. The choice is made once, from the layout and from the UUIDs of
+the ranks' GPUs, so alike on every rank, and is in the report; what was chosen and does not work is
+an error, never another transport.
 """
 
 from __future__ import annotations
 
+import torch
+
+from h3lib.contract import PeerError
 from h3lib.layout import Layout
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.mesh import Group, mesh_groups
@@ -31,24 +34,54 @@ def transports_of(layout: Layout, groups: list[Group], transport: str, owns_gpu:
 
 
 def join(
-    layout: Layout, timeout_s: float, transport: str, owns_gpu: bool
+    layout: Layout, timeout_s: float, transport: str, on_gpu: bool
 ) -> tuple[GlooWorld, Levels]:
     """The world of the ranks that were started, and the levels of their groups; none open yet.
 
-    **Raises:** PeerError if the others do not join within `timeout_s`.
+    On GPUs every rank takes one (`take_gpus`). **Raises:** PeerError if the others do not join
+    within `timeout_s`, or a rank has no GPU.
     """
     groups = mesh_groups(layout)
-    transports = transports_of(layout, groups, transport, owns_gpu)
-    between = [group for group in groups if transports[group] == "nccl"]
-    world = GlooWorld(groups, timeout_s, data_groups=between)
-    return world, Levels(world, transports)
+    world = GlooWorld(groups, timeout_s)
+    try:
+        gpus = take_gpus(world, on_gpu)
+        owns_gpu = all(gpus) and len(set(gpus)) == len(gpus)
+        levels = Levels(world, transports_of(layout, groups, transport, owns_gpu), gpus)
+        world.open_data([group for group in groups if levels.transports[group] == "nccl"])
+    except PeerError:
+        world.close()
+        raise
+    return world, levels
+
+
+def take_gpus(world: GlooWorld, on_gpu: bool) -> list[str]:
+    """The ranks of a host take the GPUs that they see in turn; the UUID of every rank's, empty for
+    a rank that is not `on_gpu`. Collective.
+
+    **Raises:** PeerError on every rank if one cannot take a GPU.
+    """
+    hosts, rank, gpu, failure = world.members.hosts, world.rank, "", ""
+    try:
+        if on_gpu:
+            index = hosts[:rank].count(hosts[rank]) % max(1, torch.cuda.device_count())
+            torch.cuda.set_device(index)
+            gpu = str(torch.cuda.get_device_properties(index).uuid)
+    except (RuntimeError, AssertionError) as error:  # torch has both for a GPU that is not there
+        failure = str(error).splitlines()[0]
+    taken = world.gather_objects((gpu, failure))
+    for other, (_, cause) in enumerate(taken):
+        if cause:
+            raise world.fail(PeerError(f"GPU of rank {other}", cause, "a GPU that works"))
+    return [gpu for gpu, _ in taken]
 
 
 class Levels:
-    """Opens the level of a group, each once; `close` closes what it opened."""
+    """Opens the level of a group, each once; `close` closes what it opened.
 
-    def __init__(self, world: GlooWorld, transports: dict[Group, str]):
-        self.world, self.transports = world, transports
+    `gpus` are the UUIDs of all ranks' GPUs, empty on CPUs."""
+
+    def __init__(self, world: GlooWorld, transports: dict[Group, str], gpus: list[str]):
+        self.world, self.transports, self.gpus = world, transports, gpus
         self.opened: dict[Group, Level] = {}
 
     def __call__(self, group: Group, rank: int) -> Level:
@@ -71,6 +104,10 @@ class Levels:
     def used(self) -> list[str]:
         """The transports of the groups that were opened, for the report."""
         return sorted({self.transports[group] for group in self.opened})
+
+    def ranks_per_gpu(self) -> int | None:
+        """The most ranks that share a GPU; None on CPUs."""
+        return max((self.gpus.count(gpu) for gpu in self.gpus if gpu), default=None)
 
     def close(self) -> None:
         for level in self.opened.values():

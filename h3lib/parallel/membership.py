@@ -5,8 +5,10 @@ verdict:
 
 1. a verdict that a peer has published in the store is adopted;
 2. else a process of this host that has ended, or is stopped, is named;
-3. else every rank says when it entered the collective that failed; after the timeout and a grace,
-   the rank that has said nothing, or entered last, was late.
+3. else every rank says again and again how long ago it entered the collective that failed, and
+   how long ago it saw the failure, by its own monotonic clock; after the timeout and a grace, the
+   rank that has said nothing, entered last, or was the last to see the failure, since it was away
+   inside the collective, was late. Clocks of different hosts are never compared.
 
 The first verdict that reaches the store is the one (compare and set), so every survivor raises the
 same error.
@@ -28,7 +30,7 @@ from h3lib.contract import PeerError
 
 GRACE_S = 2.0
 _SPREAD_S = 0.5  # ranks that enter a collective within this time are not late
-_POLL_S = 0.05
+_POLL_S = 0.05  # an age in the store is as old as this
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,18 @@ class Verdicts:
             return False
 
     def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
-        """The verdict on a collective of `ranks` that failed here; `entered` is of `time.time`."""
-        deadline = entered + self.timeout_s + GRACE_S
+        """The verdict on a collective of `ranks` that failed here; `entered` is of this process's
+        `time.monotonic`."""
+        deadline, failed = entered + self.timeout_s + GRACE_S, time.monotonic()
         try:
-            self.store.set(f"entered/{self.rank}", str(entered))
             while True:
+                now = time.monotonic()
+                self.store.set(f"ages/{self.rank}", f"{now - entered} {now - failed}")
                 if self.published():
                     return _parse(self.store.get("verdict").decode())
                 if (fault := self._fault()) is not None:
                     return self.publish(self._error(what, *fault))
-                if time.time() > deadline:
+                if time.monotonic() > deadline:
                     return self.publish(self._late(what, ranks, cause))
                 time.sleep(_POLL_S)
         except RuntimeError:
@@ -130,15 +134,18 @@ class Verdicts:
         return None
 
     def _late(self, what: str, ranks: list[int], cause: str) -> PeerError:
-        keys = {rank: f"entered/{rank}" for rank in ranks}
+        """Ages were said within one poll of now, so their differences are those of the moments."""
+        keys = {rank: f"ages/{rank}" for rank in ranks}
         silent = [rank for rank, key in keys.items() if not self.store.check([key])]
         if silent:
             return self._error(what, silent[0], "late: it did not come")
-        entered = {rank: float(self.store.get(key)) for rank, key in keys.items()}
-        last = max(entered, key=entered.get)
-        delay = entered[last] - min(entered.values())
-        if delay > _SPREAD_S:
-            return self._error(what, last, f"late by {delay:.1f} s")
+        ages = {rank: self.store.get(key).split() for rank, key in keys.items()}
+        for since in range(2):  # the entry, the failure
+            by_rank = {rank: float(said[since]) for rank, said in ages.items()}
+            last = min(by_rank, key=by_rank.get)
+            delay = max(by_rank.values()) - by_rank[last]
+            if delay > _SPREAD_S:
+                return self._error(what, last, f"late by {delay:.1f} s")
         return self._unknown(what, cause)
 
     def _error(self, what: str, rank: int, fault: str) -> PeerError:
@@ -147,6 +154,36 @@ class Verdicts:
     def _unknown(self, what: str, cause: str) -> PeerError:
         accepted = f"an answer in {self.timeout_s:g} s"
         return PeerError(f"peers of rank {self.rank} in {what}", cause, accepted)
+
+
+class Hold:
+    """Memory that the ranks of a group share: which of them may still have it mapped.
+
+    A rank says in the store that it has let go. A process that has ended has let go of everything;
+    one that cannot be seen and says nothing never has.
+    """
+
+    def __init__(self, store: dist.Store, members: Members, rank: int, peers: list[int], name: str):
+        self.store, self.members, self.rank, self.peers = store, members, rank, peers
+        self.name = name
+
+    def let_go(self) -> None:
+        try:
+            self.store.set(f"{self.name}/{self.rank}", "")
+        except RuntimeError:  # the store is gone, and peers hear of it in the same way
+            pass
+
+    def holders(self) -> list[int]:
+        """Peers that may still have the memory mapped."""
+        return [rank for rank in self.peers if not self._has_let_go(rank)]
+
+    def _has_let_go(self, rank: int) -> bool:
+        if self.members.ended(rank):
+            return True
+        try:
+            return self.store.check([f"{self.name}/{rank}"])
+        except RuntimeError:
+            return False
 
 
 def _parse(text: str) -> PeerError:

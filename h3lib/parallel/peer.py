@@ -1,20 +1,26 @@
-"""The peer tree: collectives of one node by kernels that read the other ranks' memory.
+"""The peer tree: collectives of one node by kernels that write into the other ranks' memory.
 
-    gather   every rank stages its part; a barrier; every rank pulls all parts
-    finish   every rank stages its roots; a barrier; every rank evaluates the tree on its slice
+    gather      every rank pushes its part to its peers
+    finish      every rank pushes its roots to the ranks that finish them, and evaluates the tree on
+                its slice
+    finish_all  a finish and a gather (two-shot), or for few elements a finish of everything by
+                every rank (one-shot)
 
-An all-reduce is a finish and a gather (two-shot), or for few elements a finish of everything by
-every rank (one-shot). Bits are those of `collective.py` over any transport.
+Each is one kernel (`peer_kernels.py`), which goes through its elements chunk by chunk. Bits are
+those of `collective.py` over any transport.
 
 NVLink multicast (multimem, NVLS) is not used: it adds in the switch, in an order of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -25,7 +31,8 @@ from h3lib.ops.hopper.compat import require_triton
 from h3lib.parallel.gloo import GlooTransport, check_same
 from h3lib.parallel.peer_kernels import UNIT
 from h3lib.parallel.peer_memory import CudaDriver, Driver
-from h3lib.parallel.peer_steps import PeerSteps, capturing, integers, padded, tree_programs
+from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
+from h3lib.parallel.peer_steps import PeerSteps, capturing
 from h3lib.parallel.peer_sync import DISAGREES, MAX_PEERS, MISSING
 from h3lib.parallel.transport import (
     Call,
@@ -33,11 +40,10 @@ from h3lib.parallel.transport import (
     Level,
     Slice,
     check_calls,
-    num_roots,
 )
 
-CAPACITY_BYTES = 64 << 20
-ONE_SHOT_BYTES = 1 << 20  # that one rank reads from its peers
+CAPACITY_BYTES = 64 << 20  # of a slot of all channels; there are two
+ONE_SHOT_BYTES = 1 << 20  # that one rank receives
 _TOLD = 3  # kind of a status: a verdict was read in the store
 _WATCH_S = 0.2
 
@@ -61,20 +67,23 @@ class PeerTree(Level):
         timeout_s: float | None = None,
         driver: Driver | None = None,
         checked: bool = True,
+        shape: Shape | None = None,
     ):
         """Collective over `control`. **Raises:** PeerError on every rank if contract, software, GPU
         or sizes differ, the ranks are not of one node, or memory cannot be shared."""
         self.control, self.world, self.checked = control, control.world, checked
         self.rank, self.size = control.rank, control.size
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
-        self._stream, self._steps = None, None
-        require_triton(triton.__version__)
+        self._stream, self._steps, self._calls = None, None, {}
+        self.shape = shape or Shape()
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
             check_same(control.gather_objects(self._fingerprint(capacity_bytes)), control.ranks)
-            driver = driver or CudaDriver()
-            self._steps = PeerSteps(control, capacity_bytes, self.timeout_s, driver)
+            require_triton(triton.__version__)  # the same on every rank, so all refuse it
+            self._steps = PeerSteps(
+                control, capacity_bytes, self.timeout_s, driver or CudaDriver(), self.shape
+            )
         except PeerError as error:
             raise self.world.fail(error) from None
 
@@ -87,27 +96,34 @@ class PeerTree(Level):
             "host": self.world.members.hosts[self.world.rank],
             "capacity": capacity_bytes,
             "timeout": self.timeout_s,
+            "shape": self.shape,
         }
 
     def close(self) -> None:
-        """Unmap and free. Collective while the world is well, so that nobody reads freed memory."""
+        """Unmap and free. Collective while the world is well, so that nobody frees what a peer has
+        mapped; after a failure as `SharedBuffers.release`. Graphs of this group end with it.
+
+        **Raises:** PeerError if a peer, or this GPU, fails now; the memory is let go all the same.
+        """
         if self._steps is None:
             return
+        steps, self._steps = self._steps, None
+        well = self.world.error is None
         try:
-            self._steps.synchronize()
-            if self.world.error is None:
-                self.control.gather_objects(None)
-        except RuntimeError:
-            if self.world.error is None:
-                raise
-        finally:
-            self._steps.buffers.release()
-            self._steps = None
+            steps.synchronize()
+        except RuntimeError as error:  # of CUDA
+            self.world.fail_here("the end of a group", str(error).splitlines()[0], "no CUDA error")
+        steps.buffers.release()
+        if well and self.world.error is not None:
+            raise self.world.error
+
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.control.heard(what)
 
     @property
-    def bytes_read(self) -> list[int]:
-        """Bytes that this rank has read from the memory of each rank of the group, its own too."""
-        return list(self._open_steps().bytes_read)
+    def bytes_sent(self) -> list[int]:
+        """Bytes that this rank has written into the memory of each rank of the group."""
+        return list(self._open_steps().bytes_sent)
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """One-shot where that reads little: every rank then finishes everything."""
@@ -122,18 +138,14 @@ class PeerTree(Level):
     def _gather(
         self, steps: PeerSteps, part: Tensor, lengths: Sequence[int], call: Call
     ) -> Tensor:
-        source = integers(self._operand(part, call))
+        source = self._operand(part, call)
         if len(source) != lengths[self.rank]:
             raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
-        out = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
-        chunk = steps.slot_bytes // part.element_size()
-        starts = [sum(lengths[:r]) for r in range(self.size)]
-        for first in range(0, max(1, *lengths), chunk):
-            sizes = [_clip(length - first, chunk) for length in lengths]
-            steps.stage(source, ((first, 0, sizes[self.rank]),))
-            steps.barrier(_digest(call))
-            pulled = [(0, a + first, n) for a, n in zip(starts, sizes, strict=True)]
-            steps.pull(integers(out), tuple(pulled))
+        ends = list(itertools.accumulate(lengths, initial=0))
+        out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
+        slices = tuple(zip(ends, ends[1:], strict=False))
+        work = Work(slices, part.element_size(), gather=True)
+        steps.gather(work, source, out, self._named(call, work))
         return out
 
     def finish(
@@ -162,30 +174,62 @@ class PeerTree(Level):
         dtype: torch.dtype,
         call: Call,
     ) -> Tensor:
-        """A slot holds `[distinct slices, R, width]`; long slices go through it piece by piece."""
+        """One launch for each of the slices that a rank finishes; a rank may have fewer."""
+        source, work = self._roots(flat, cuts, first, dtype, call)
+        own = [stop - start for start, stop in parts[self.rank]]
+        out = torch.empty(len(work.programs), sum(own), dtype=dtype, device=flat.device)
+        for k in range(max(map(len, parts))):
+            slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
+            step = replace(work, slices=slices)
+            steps.reduce(step, source, out, sum(own[:k]), self._named(call, step))
+        return out
+
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        """As `Level.finish_all`, the gather of one chunk beside the finish of the next."""
+        call = call or Call("finish_all", (flat.shape[1],), str(flat.dtype), str(dtype))
+        return self._guarded(
+            call, lambda steps: self._finish_all(steps, flat, cuts, slices, dtype, call)
+        )
+
+    def _finish_all(
+        self,
+        steps: PeerSteps,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> Tensor:
+        source, work = self._roots(flat, cuts, 0, dtype, call)
+        two_shot = self.size > 1 and len(set(slices)) > 1
+        work = replace(work, slices=tuple(slices), gather=two_shot)
+        out = torch.empty(1, flat.shape[1], dtype=dtype, device=flat.device)
+        steps.reduce(work, source, out, slices[self.rank][0], self._named(call, work))
+        return out[0]
+
+    def _roots(
+        self, flat: Tensor, cuts: Cuts, first: int, dtype: torch.dtype, call: Call
+    ) -> tuple[Tensor, Work]:
+        """The roots in order, and the work but for its slices."""
         if flat.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
             accepted = "FP32 roots, FP32 or BF16 result"
             raise OperandError("dtypes of roots and result", (flat.dtype, dtype), accepted)
-        source, (roots, n) = integers(self._operand(flat, call)), flat.shape
-        ranges = list(dict.fromkeys(part for parts_of in parts for part in parts_of))
-        longest = max(stop - start for start, stop in ranges)
-        most = max(num_roots(cuts, first + rank) for rank in range(self.size))
-        width = steps.row_width(len(ranges) * most, longest)
-        programs = tree_programs(tuple(cuts), first, self.size)
-        own = [(ranges.index(part), part[1] - part[0]) for part in parts[self.rank]]
-        outs = [padded(len(programs), length, flat.device, dtype) for _, length in own]
-        for at in range(0, max(1, longest), width):
-            staged = [
-                (r * n + start + at, (j * roots + r) * width, _clip(stop - start - at, width))
-                for j, (start, stop) in enumerate(ranges)
-                for r in range(roots)
-            ]
-            steps.stage(source, tuple(staged))
-            steps.barrier(_digest(call))
-            for out, (part, length) in zip(outs, own, strict=True):
-                steps.tree(out, programs, part, width, _clip(length - at, width), at)
-        pieces = [out[:, :length] for out, (_, length) in zip(outs, own, strict=True)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        group = tuple(cuts), first, self.size
+        work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
+        return self._operand(flat, call).view(flat.shape), work
+
+    def _named(self, call: Call, work: Work) -> int:
+        """The digest of a call, by which its name is found again if it fails."""
+        digest = _digest(call, work)
+        self._calls[digest] = call
+        return digest
 
     def check(self, what: str = "a collective") -> None:
         """Wait for everything asked for. **Raises:** PeerError if a call failed."""
@@ -200,14 +244,9 @@ class PeerTree(Level):
 
     def _guarded(self, call: Call, run: Callable[[PeerSteps], Tensor]) -> Tensor:
         """A collective to its checked end; what this rank alone refuses, its peers hear of."""
-        steps, subject = self._open_steps(), f"rank {self.world.rank} in {call.name}"
-        try:
+        steps = self._open_steps()
+        with self.heard(call.name):
             result = run(steps)
-        except torch.OutOfMemoryError as error:
-            raise self.world.fail(PeerError(subject, "out of memory", "memory")) from error
-        except OperandError as error:
-            self.world.fail(PeerError(subject, str(error), "an operand of the group's call"))
-            raise
         if self.checked and not capturing():
             self._check(steps, call)
         return result
@@ -229,11 +268,10 @@ class PeerTree(Level):
             self._watch(steps)
             kind, named = steps.status
         except RuntimeError as error:  # of CUDA: this rank is the one that failed
-            subject = f"rank {self.world.rank} in {call.name}"
             cause = str(error).splitlines()[0]
-            raise self.world.fail(PeerError(subject, cause, "no CUDA error")) from error
+            raise self.world.fail_here(call.name, cause, "no CUDA error") from error
         if kind:
-            raise self.world.fail(self._failure(call, kind, named))
+            raise self.world.fail(self._failure(steps, call, kind, named))
 
     def _watch(self, steps: PeerSteps) -> None:
         """Wait for the stream; not for a peer whose process has ended, or after a verdict."""
@@ -254,14 +292,16 @@ class PeerTree(Level):
     def _ended(self, rank: int) -> bool:
         return rank != self.world.rank and self.world.members.ended(rank)
 
-    def _failure(self, call: Call, kind: int, named: list[int]) -> PeerError:
-        """What the kernels' status means, as far as this rank can tell."""
+    def _failure(self, steps: PeerSteps, call: Call, kind: int, named: list[int]) -> PeerError:
+        """What the kernels' status means, as far as this rank can tell. In a graph, the call that
+        failed is the one whose digest was announced last."""
         if kind == _TOLD:
             return PeerError(f"peers in {call.name}", "a failure", "an answer")
         ranks = [self.control.ranks[place] for place in named]
         if kind == DISAGREES.value:
             try:
-                check_calls(self.control.gather_objects(call), self.control.ranks)
+                mine = self._calls.get(steps.announced, call)
+                check_calls(self.control.gather_objects(mine), self.control.ranks)
             except PeerError as error:
                 return error
             return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
@@ -271,11 +311,7 @@ class PeerTree(Level):
 
 
 @functools.lru_cache(4096)
-def _digest(call: Call) -> int:
-    """62 bits of a call, with bit 62 set: always a 64-bit argument, never 0."""
-    digest = hashlib.sha256(repr(call).encode()).digest()
+def _digest(call: Call, work: Work) -> int:
+    """62 bits of a call and its launch, with bit 62 set: always a 64-bit argument, never 0."""
+    digest = hashlib.sha256(repr((call, work)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62
-
-
-def _clip(length: int, most: int) -> int:
-    return min(max(length, 0), most)

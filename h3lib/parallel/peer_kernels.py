@@ -1,17 +1,21 @@
-"""Kernels of the peer tree: stage, barrier, then pull or tree; each reads peers, none writes them.
+"""The kernel of the peer tree: one launch a collective, whose programs write into peers' memory.
 
-A rank's shared buffer is its page (`peer_sync.py`) and two *slots*. One step of a collective is
+A program is a *channel*: with the same program of every other rank it takes every `channels`-th
+chunk of the elements, in steps. A rank's shared buffer is its pages (`peer_sync.py`) and two
+*slots* for each channel. One step is
 
-    stage      this rank's elements into the slot of the coming epoch
-    barrier    announce the epoch, wait for every peer: one warp, so that ranks may share a GPU
-    pull       every peer's part from its slot           (gather)
-    tree       every rank's roots from its slot, added in the order of `ops/tree.py`, rounded once
+    push       the roots of a chunk of each peer's slice into that peer's slot of the coming epoch
+    barrier    announce the epoch, wait for the same channel of every peer
+    tree       the roots of a chunk of this rank's slice, added in the order of `ops/tree.py` and
+               rounded once: its own from its tensor, its peers' from its slot. To the result, and
+               in an all-reduce into every peer's slot of the coming epoch
+    collect    the rounded chunks that the peers wrote into this rank's slot, to the result
 
-Two slots are enough: a rank stages epoch e + 1 after it has passed barrier e, so every peer has
-reached barrier e, hence has finished reading the slot of epoch e - 1, the same slot.
+Two slots are enough: a channel writes for epoch e + 1 after it has passed barrier e, so the channel
+of every peer has announced e, hence has finished reading its slot of epoch e - 1, the same slot.
 
-After an abort nothing that was read is used: results are filled with NaN (all bits set, for
-integers).
+After an abort a kernel writes no peer's memory, and reads no slot; what is left of the results is
+NaN (all bits set, for integers).
 """
 
 from __future__ import annotations
@@ -21,9 +25,7 @@ import triton.language as tl
 
 from h3lib.parallel.peer_sync import (
     EPOCH,
-    MAX_PEERS,
     PAGE_WORDS,
-    RANK,
     STATUS,
     TIMEOUT_NS,
     announce,
@@ -31,115 +33,189 @@ from h3lib.parallel.peer_sync import (
     wait,
 )
 
-ADD = -1  # in a program: add the two values on top of the stack, the lower one left
-UNIT = 8  # elements: offsets inside a slot are multiples, so that accesses are 16 bytes wide
-BLOCK = 2048
-NUM_WARPS = 8
-MAX_PROGRAMS = 64  # they saturate 18 NVLinks, and leave the other multiprocessors to products
-STAGE_PROGRAMS = 528  # staging is local: 64 programs read 1 TB/s of an H200's memory, not 4
-COPY_BLOCK = 4096  # four loads of 16 bytes a thread in flight
-OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-
-
-@triton.jit(do_not_specialize=["digest"])
-def barrier_kernel(page, pages, digest, SIZE: tl.constexpr):
-    """One epoch forward, all ranks together; after a failure it returns at once."""
-    present = tl.arange(0, MAX_PEERS) < SIZE
-    epoch = tl.load(page + EPOCH) + 1
-    rank = tl.load(page + RANK)
-    timeout_ns = tl.load(page + TIMEOUT_NS)
-    status = tl.load(page + STATUS)
-    tl.store(page + EPOCH, epoch)
-    peers = tl.load(pages + tl.arange(0, MAX_PEERS), mask=present, other=0)
-    own = tl.load(pages + rank)
-    if status == 0:
-        announce(peers, rank, epoch, digest, present)
-        status = wait(own, epoch, digest, timeout_ns, present)
-        if status != 0:
-            tl.store(page + STATUS, status)
-            tell(peers, rank, status, present)
+UNIT = 8  # elements: rows of a slot begin at multiples, so that accesses are 16 bytes wide
+ADD, OWN, SLOT, STORE = -1, -2, -3, -4
+"""Steps of a program, for a stack: add the two values on top, the lower one left; push a root of
+this rank; push a row of this rank's slot; pop a row of the result."""
+_ADD, _OWN, _SLOT = tl.constexpr(ADD), tl.constexpr(OWN), tl.constexpr(SLOT)
 
 
 @triton.jit
-def _slot(base, epoch, slot_words, dtype: tl.constexpr):
-    """Where the slot of an epoch begins, in the buffer at the 64-bit address `base`."""
-    address = base + (PAGE_WORDS + epoch % 2 * slot_words) * 8
+def _at(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype), bitcast=True), 16)
 
 
 @triton.jit
-def _segment(plan, index, WIDTH: tl.constexpr):
-    """(from, to, length) of a segment, all multiples of WIDTH elements."""
-    source = tl.multiple_of(tl.load(plan + index * 3), WIDTH)
-    destination = tl.multiple_of(tl.load(plan + index * 3 + 1), WIDTH)
-    return source, destination, tl.multiple_of(tl.load(plan + index * 3 + 2), WIDTH)
+def _slot(base, channel, epoch, slot_words, num_pages):
+    """The address of a channel's slot of an epoch, in the buffer at `base`."""
+    words = num_pages * PAGE_WORDS + (epoch % 2 * num_pages + channel) * slot_words
+    return base + words * 8
 
 
 @triton.jit
-def _copy(source, destination, length, ones, BLOCK: tl.constexpr):
-    """`length` elements, by all programs of the first grid axis; all bits set where `ones` is."""
-    for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+def _piece(plan, member, begin, width, WIDTH: tl.constexpr):
+    """Where the chunk that begins at `begin` of a member's slice lies, and its length."""
+    start = tl.load(plan + 2 * member) + begin
+    length = tl.minimum(tl.maximum(tl.load(plan + 2 * member + 1) - begin, 0), width)
+    return tl.multiple_of(start, WIDTH), tl.multiple_of(length, WIDTH)
+
+
+@triton.jit
+def _copy(source, destination, length, readable, BLOCK: tl.constexpr):
+    """`length` elements, all bits set from `readable` on."""
+    for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = tl.load(source + at, mask=at < length)
-        tl.store(destination + at, value | ones, mask=at < length)
+        value = tl.load(source + at, mask=at < readable, other=-1)
+        tl.store(destination + at, value, mask=at < length)
 
 
-@triton.jit(do_not_specialize=["slot_words"])
-def stage_kernel(
-    source, page, pages, plan, slot_words, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Segments of this rank's tensor into its own slot of the coming epoch."""
-    dtype: tl.constexpr = source.dtype.element_ty
-    base = tl.load(pages + tl.load(page + RANK))
-    slot = _slot(base, tl.load(page + EPOCH) + 1, slot_words, dtype)
-    begin, end, length = _segment(plan, tl.program_id(1), WIDTH)
-    _copy(source + begin, slot + end, length, tl.zeros([1], dtype), BLOCK)
+@triton.jit
+def _place(writer, reader):
+    """The place of a writer among those that write into the slot of a reader."""
+    return writer - (writer > reader)
 
 
-@triton.jit(do_not_specialize=["slot_words"])
-def pull_kernel(out, page, pages, plan, slot_words, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One segment from each peer's slot into this rank's tensor."""
-    dtype: tl.constexpr = out.dtype.element_ty
-    peer = tl.program_id(1)
-    slot = _slot(tl.load(pages + peer), tl.load(page + EPOCH), slot_words, dtype)
-    begin, end, length = _segment(plan, peer, WIDTH)
-    ones = tl.zeros([1], dtype) - (tl.load(page + STATUS) != 0).to(dtype)
-    _copy(slot + begin, out + end, length, ones, BLOCK)
+@triton.jit
+def _push(
+    source, pages, plan, channel, epoch, slot_words, num_pages, size, stride, begin, width,
+    RANK: tl.constexpr, ROOTS: tl.constexpr, MOST: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The chunk of every peer's slice, each of this rank's roots; the next rank's first."""
+    for row in range(0, (size - 1) * ROOTS):
+        peer, root = (RANK + 1 + row // ROOTS) % size, row % ROOTS
+        start, length = _piece(plan, peer, begin, width, WIDTH)
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, num_pages)
+        slot = _at(slot, tl.float32) + (_place(RANK, peer) * MOST + root) * width
+        _copy(source + tl.multiple_of(root * stride + start, WIDTH), slot, length, length, BLOCK)
 
 
-@triton.jit(do_not_specialize=["slot_words", "part", "width_units", "length_units", "out_units"])
-def tree_kernel(
-    out,
-    page,
-    pages,
-    slot_words,
-    part,
-    width_units,
-    length_units,
-    out_units,
-    PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """One subtree of one part, from the roots in every rank's slot.
+@triton.jit
+def _push_part(
+    part, pages, channel, epoch, slot_words, num_pages, size, width, length,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A chunk of this rank's part to every peer; the next rank first."""
+    for turn in range(1, size):
+        peer = (RANK + turn) % size
+        slot = _slot(tl.load(pages + peer), channel, epoch, slot_words, num_pages)
+        slot = _at(slot, part.dtype.element_ty) + _place(RANK, peer) * width
+        _copy(part, slot, length, length, BLOCK)
 
-    A slot holds `[parts, R, width]`. PROGRAM is the subtree in postfix: (rank, root, R of that
-    rank), or (ADD, 0, 0). **Order:** that of `ops/tree.py`, from which it was written down.
-    **Rounds:** once, to the dtype of `out`.
-    """
-    epoch, failed = tl.load(page + EPOCH), tl.load(page + STATUS) != 0
-    length = length_units.to(tl.int64) * UNIT
-    width = width_units.to(tl.int64) * UNIT
-    out += out_units.to(tl.int64) * UNIT
-    for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+
+@triton.jit
+def _tree(
+    own, slot, out, kept, stride, out_stride, width, length, readable,
+    PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the roots of this rank's slice, by a stack machine; copies of it to `kept`."""
+    for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
         stack = ()
         for step in tl.static_range(len(PROGRAM)):
-            if PROGRAM[step][0] < 0:
+            if PROGRAM[step][0] == _ADD:
                 stack = stack[:-2] + (stack[-2] + stack[-1],)
+            elif PROGRAM[step][0] == _OWN:
+                row = own + PROGRAM[step][1] * stride
+                stack = stack + (tl.load(row + at, mask=at < readable),)
+            elif PROGRAM[step][0] == _SLOT:
+                row = slot + PROGRAM[step][1] * width
+                stack = stack + (tl.load(row + at, mask=at < readable),)
             else:
-                slot = _slot(tl.load(pages + PROGRAM[step][0]), epoch, slot_words, tl.float32)
-                row = part * PROGRAM[step][2] + PROGRAM[step][1]
-                stack = stack + (tl.load(slot + row * width + at, mask=at < length),)
-        root = tl.where(failed, float("nan"), stack[0])
-        tl.store(out + at, root.to(out.dtype.element_ty), mask=at < length)
+                root = tl.where(readable == length, stack[-1], float("nan"))
+                root = root.to(out.dtype.element_ty)
+                tl.store(out + PROGRAM[step][1] * out_stride + at, root, mask=at < length)
+                for peer in tl.static_range(len(kept)):
+                    tl.store(kept[peer] + at, root, mask=at < readable)
+                stack = stack[:-1]
+
+
+@triton.jit
+def _collect(
+    bits, slot, plan, size, begin, width, status,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of every peer's part, from this rank's slot."""
+    for turn in range(1, size):
+        peer = (RANK + turn) % size
+        start, length = _piece(plan, peer, begin, width, WIDTH)
+        readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
+        _copy(slot + _place(peer, RANK) * width, bits + start, length, readable, BLOCK)
+
+
+@triton.jit(do_not_specialize=[
+    "digest", "num_pages", "slot_words", "size", "width_units", "longest", "stride", "out_start",
+    "out_stride",
+])  # fmt: skip
+def peer_kernel(
+    source, out, bits, pages, plan, digest, num_pages, slot_words, size, width_units, longest,
+    stride, out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAM: tl.constexpr,
+    ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr,
+    LANES: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """A collective: reduce-scatter (PROGRAM alone), all-gather (GATHER alone), all-reduce (both).
+
+    `plan` holds start and length of every member's slice, `width_units` the length of a chunk,
+    `bits` is `out` as integers. A reduction takes ROOTS rows of `source`, `stride` apart; a rank
+    has at most MOST. PROGRAM is subtrees in postfix: (OWN, root), (SLOT, row), (ADD, 0), (STORE,
+    row of `out`). A gather takes `source`, this rank's part. Rounded slices and parts lie OFFSET
+    rows into a slot.
+
+    **Order:** that of `ops/tree.py`, from which PROGRAM was written down. **Rounds:** once, to
+    the dtype of `out`.
+    """
+    LAG: tl.constexpr = 1 if GATHER and len(PROGRAM) > 0 else 0  # a chunk comes back a step later
+    integer: tl.constexpr = bits.dtype.element_ty
+    lane = tl.arange(0, LANES).to(tl.int64)
+    present = lane < SIZE
+    channel, channels = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    own = tl.load(pages + RANK)
+    heads = tl.load(pages + lane, mask=present, other=0)
+    num_pages = num_pages.to(tl.int64)
+    head, page = _at(own, tl.int64), own + channel * (PAGE_WORDS * 8)
+    epoch, status = tl.load(_at(page, tl.int64) + EPOCH), tl.load(head + STATUS)
+    timeout_ns = tl.load(head + TIMEOUT_NS)
+    width = width_units.to(tl.int64) * UNIT
+    stride = tl.multiple_of(stride.to(tl.int64), WIDTH)
+    out_stride = tl.multiple_of(out_stride.to(tl.int64), WIDTH)
+    chunks = tl.maximum(tl.cdiv(longest.to(tl.int64), width), 1)
+    for turn in range(0, tl.cdiv(chunks - channel, channels) + LAG):
+        begin = (channel + turn * channels) * width
+        start, length = _piece(plan, RANK, begin, width, WIDTH)
+        epoch += 1
+        if status == 0:
+            if ROOTS > 0:
+                _push(source, pages, plan, channel, epoch, slot_words, num_pages, size, stride,
+                      begin, width, RANK, ROOTS, MOST, WIDTH, BLOCK)  # fmt: skip
+            if len(PROGRAM) == 0:
+                _push_part(source + begin, pages, channel, epoch, slot_words, num_pages, size,
+                           width, length, RANK, OUT_BLOCK)  # fmt: skip
+        tl.debug_barrier()
+        if status == 0:
+            announce(heads + channel * (PAGE_WORDS * 8), RANK, epoch, digest, present)
+            status = wait(own, page, epoch, digest, timeout_ns, lane, present)
+            if status != 0:
+                tl.atomic_cas(head + STATUS, tl.full((), 0, tl.int64), status)
+                tell(heads, RANK, status, present)
+        tl.debug_barrier()
+        readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
+        slot = _slot(own, channel, epoch, slot_words, num_pages)
+        if len(PROGRAM) > 0:
+            kept = ()
+            for turn_of in tl.static_range(1, SIZE if LAG else 1):
+                peer = (RANK + turn_of) % SIZE
+                there = _slot(tl.load(pages + peer), channel, epoch + 1, slot_words, num_pages)
+                there = _at(there + OFFSET * width * 4, out.dtype.element_ty)
+                kept = kept + (there + _place(RANK, peer) * width,)
+            _tree(source + start, _at(slot, tl.float32), out + tl.multiple_of(
+                out_start + begin, WIDTH), kept, stride, out_stride, width, length, readable,
+                PROGRAM, TREE_BLOCK)  # fmt: skip
+        else:
+            _copy(source + begin, bits + start, length, readable, OUT_BLOCK)
+        if GATHER:
+            if turn >= LAG:
+                back = begin - LAG * channels * width
+                _collect(bits, _at(slot + OFFSET * width * 4, integer), plan, size, back, width,
+                         status, RANK, WIDTH, OUT_BLOCK)  # fmt: skip
+    tl.store(_at(page, tl.int64) + EPOCH, epoch)

@@ -3,18 +3,27 @@
 Buffers come from the CUDA driver, not from PyTorch's allocator, whose expandable segments have no
 IPC handles. Opening and closing are collective: what fails on one rank is the same typed error on
 all, and leaves nothing allocated or mapped.
+
+A buffer is freed only when no peer has it mapped: CUDA leaves anything else undefined. What a peer
+that does not answer may still have mapped is kept, and freed at a later opening or closing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import PeerError
+from h3lib.parallel.membership import Hold
 
+PATIENCE_S = 5.0  # for peers that run to let go of a buffer after a failure
+_POLL_S = 0.02
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 
@@ -66,8 +75,12 @@ class CudaDriver:
     def allocate(self, num_bytes: int) -> int:
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        self._call("cuCtxSynchronize")
+        try:
+            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+            self._call("cuCtxSynchronize")
+        except DriverError:
+            quietly(self.free, address.value)
+            raise
         return address.value
 
     def free(self, address: int) -> None:
@@ -103,60 +116,118 @@ class CudaDriver:
             raise DriverError(function, received, "CUDA_SUCCESS")
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A buffer of a failed group that peers may still have mapped."""
+
+    driver: Driver
+    address: int
+    hold: Hold
+
+
+_kept: list[_Kept] = []
+
+
+def free_kept(patience_s: float = 0.0) -> int:
+    """Free the buffers of failed groups that no peer has mapped any more; how many are kept.
+
+    Waits up to `patience_s` for peers that run."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        answering = False
+        for kept in _kept.copy():
+            holders = kept.hold.holders()
+            if not holders:
+                quietly(kept.driver.free, kept.address)
+                _kept.remove(kept)
+            answering |= any(kept.hold.members.fault(rank) is None for rank in holders)
+        if not answering or time.monotonic() > deadline:
+            return len(_kept)
+        time.sleep(_POLL_S)
+
+
 class SharedBuffers:
     """One buffer of `num_bytes` a rank; `addresses[r]` is where rank r's is mapped here."""
 
     def __init__(self, control, num_bytes: int, driver: Driver):
-        """Collective over the group of `control` (`gather_objects`, `rank`, `size`).
+        """Collective over the group of `control` (`gather_objects`, `hold`, `ranks`, `rank`).
 
         **Raises:** PeerError on every rank, naming the rank and the driver's reason.
         """
         self.control, self.driver = control, driver
         self.addresses: list[int] = []
-        self._own, self._opened = 0, []
+        self._own, self._opened, self._hold = 0, [], control.hold()
+        free_kept()
         handle, failure = None, None
         try:
             self._own = driver.allocate(num_bytes)
             handle = driver.export(self._own)
         except DriverError as error:
-            failure = error
-        answers = control.gather_objects((handle, failure))
-        self._agree([failure for _, failure in answers], "shared memory")
-        self._agree(control.gather_objects(self._map([handle for handle, _ in answers])), "mapping")
+            failure = f"shared memory of rank {self._name(control.rank)}", error
+        answers = self._gather((handle, failure))
+        self._raise_first([failure for _, failure in answers])
+        self.agree(self._map([handle for handle, _ in answers]))
 
-    def _map(self, handles: list[bytes]) -> DriverError | None:
-        for rank, handle in enumerate(handles):
+    def _name(self, place: int) -> int:
+        return self.control.ranks[place]
+
+    def _map(self, handles: list[bytes]) -> tuple[str, DriverError] | None:
+        for place, handle in enumerate(handles):
             try:
                 address = self._own
-                if rank != self.control.rank:
+                if place != self.control.rank:
                     address = self.driver.open(handle)
                     self._opened.append(address)
             except DriverError as error:
-                return error
+                here = self._name(self.control.rank)
+                return f"memory of rank {self._name(place)} mapped by rank {here}", error
             self.addresses.append(address)
         return None
 
-    def _agree(self, failures: list[DriverError | None], what: str) -> None:
-        """Release everything and raise if one rank failed."""
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                self.release()
-                raise PeerError(
-                    f"{what} of rank {rank} of the group",
-                    f"{failure.subject}: {failure.received}",
-                    failure.accepted,
-                )
+    def agree(self, failure: tuple[str, PeerError] | None) -> None:
+        """Collective. **Raises:** PeerError on every rank if one has a failure (what it could not
+        do, why); everything is released."""
+        self._raise_first(self._gather(failure))
+
+    def _raise_first(self, failures: list[tuple[str, PeerError] | None]) -> None:
+        for what, error in filter(None, failures):
+            self.release()
+            raise PeerError(what, f"{error.subject}: {error.received}", error.accepted)
+
+    def _gather(self, value: object) -> list:
+        try:
+            return self.control.gather_objects(value)
+        except PeerError:
+            self.release()
+            raise
 
     def release(self) -> None:
-        """Unmap the peers' buffers and free the own one; what fails here is left to the driver."""
+        """Unmap the peers' buffers; free the own one when no peer has it mapped.
+
+        The caller's kernels have ended. While the world is well the ranks meet between the two,
+        so that nobody frees what another has mapped. After a failure they cannot: each says in the
+        store that it has unmapped, and waits `PATIENCE_S` for the peers that run; then a buffer
+        that a stopped or late peer may have mapped is kept (`free_kept`). What the driver refuses
+        here is left to it.
+        """
         for address in self._opened:
-            _quietly(self.driver.close, address)
-        if self._own:
-            _quietly(self.driver.free, self._own)
-        self._own, self._opened, self.addresses = 0, [], []
+            quietly(self.driver.close, address)
+        own, self._own, self._opened, self.addresses = self._own, 0, [], []
+        try:
+            self.control.gather_objects(None)
+        except PeerError:
+            self._hold.let_go()
+            if own:
+                _kept.append(_Kept(self.driver, own, self._hold))
+            free_kept(PATIENCE_S)
+            return
+        if own:
+            quietly(self.driver.free, own)
+        free_kept()
 
 
-def _quietly(function, address: int) -> None:
+def quietly(function: Callable[[int], None], address: int) -> None:
+    """Unmap or free; what the driver refuses is left to it."""
     try:
         function(address)
     except DriverError:

@@ -1,81 +1,87 @@
-"""The steps of a peer collective as launches: shared buffers, plans, programs of the tree.
+"""Launches of the peer kernel: shared buffers, operands, status.
 
-`PeerSteps` knows no failure policy: a step is launched, `status` says later how it went.
+`PeerSteps` knows no failure policy: a collective is launched, `status` says later how it went.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from h3lib.contract import OperandError, PeerError
-from h3lib.ops.tree import root_nodes, tree_sum
-from h3lib.parallel.peer_kernels import (
-    ADD,
-    BLOCK,
-    COPY_BLOCK,
-    MAX_PROGRAMS,
-    OPTIONS,
-    STAGE_PROGRAMS,
-    UNIT,
-    barrier_kernel,
-    pull_kernel,
-    stage_kernel,
-    tree_kernel,
-)
+from h3lib.contract import PeerError
+from h3lib.ops.hopper.launch import Launch
+from h3lib.parallel.peer_kernels import UNIT, peer_kernel
 from h3lib.parallel.peer_memory import Driver, SharedBuffers
-from h3lib.parallel.peer_sync import ABORTS, PAGE_WORDS, RANK, STATUS, TIMEOUT_NS
-from h3lib.parallel.transport import group_spans, num_roots
+from h3lib.parallel.peer_plan import Shape, Work, plan
+from h3lib.parallel.peer_sync import (
+    ABORTS,
+    DIGESTS,
+    EPOCHS,
+    MAX_PEERS,
+    PAGE_WORDS,
+    RANK,
+    STATUS,
+    TIMEOUT_NS,
+)
+from h3lib.parallel.transport import Slice
 
 _GRANULE = 2 << 20  # an IPC handle stands for whole pages of 2 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Segment = tuple[int, int, int]
-"""(first element there, first element here, how many)."""
 
 
 class PeerSteps:
     """Launches on the current stream; `rank` and `size` count inside the group of `control`.
 
-    `bytes_read[p]` counts what was read from rank p's memory.
+    `bytes_sent[p]` counts what was written into rank p's memory.
     """
 
-    def __init__(self, control, capacity_bytes: int, timeout_s: float, driver: Driver):
+    def __init__(
+        self, control, capacity_bytes: int, timeout_s: float, driver: Driver, shape: Shape
+    ):
         """Collective. **Raises:** PeerError on every rank if memory cannot be shared."""
-        self.control, self.driver = control, driver
+        self.control, self.driver, self.shape = control, driver, shape
         self.rank, self.size = control.rank, control.size
-        self.slot_words = max(1, capacity_bytes // 8 // UNIT) * UNIT
-        num_bytes = (PAGE_WORDS.value + 2 * self.slot_words) * 8
+        self.slot_words = max(1, capacity_bytes // 8 // shape.channels // UNIT) * UNIT
+        self.head_words = shape.channels * PAGE_WORDS.value
+        num_bytes = (self.head_words + 2 * shape.channels * self.slot_words) * 8
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
-        self._plans: dict[tuple[Segment, ...], Tensor] = {}
-        self._side, self.bytes_read = None, [0] * self.size
+        self._slices: dict[tuple[Slice, ...], Tensor] = {}
+        self._side, self.bytes_sent = None, [0] * self.size
+        self._agree(lambda: self._write_page(timeout_s))
+        self._agree(self._check_mapping)
+
+    def _agree(self, step: Callable[[], None]) -> None:
+        """One step of opening, collective. **Raises:** PeerError on every rank if it fails on one;
+        then nothing is mapped."""
+        failure = None
+        try:
+            step()
+        except RuntimeError as error:  # PeerError, or of CUDA
+            cause = str(error).splitlines()[0]
+            name = self.control.ranks[self.rank]
+            failure = f"shared memory of rank {name}", PeerError("first use", cause, "no error")
+        self.buffers.agree(failure)
+
+    def _write_page(self, timeout_s: float) -> None:
         addresses = self.buffers.addresses
-        self.page = driver.words(addresses[self.rank], PAGE_WORDS.value)
+        self.page = self.driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
         self.page[RANK.value] = self.rank
         self.page[TIMEOUT_NS.value] = int(timeout_s * 1e9)
         self.synchronize()
-        self._check_mapping()
 
     def _check_mapping(self) -> None:
         """Every rank finds every rank where it looks for it."""
-        self.control.gather_objects(None)
         pages = [self.driver.words(a, PAGE_WORDS.value) for a in self.buffers.addresses]
-        found = self.control.gather_objects([int(page[RANK.value]) for page in pages])
-        for rank, ranks in enumerate(found):
-            if ranks != list(range(self.size)):
-                self.buffers.release()
-                subject = f"ranks that rank {rank} of the group finds in the shared buffers"
-                raise PeerError(subject, ranks, list(range(self.size)))
+        found = [int(page[RANK.value]) for page in pages]
+        if found != list(range(self.size)):
+            raise PeerError("ranks found in the buffers", found, list(range(self.size)))
 
     @property
     def device(self) -> torch.device:
         return self.page.device
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.slot_words * 8
 
     @property
     def status(self) -> tuple[int, list[int]]:
@@ -85,52 +91,50 @@ class PeerSteps:
         status = int(self.page[STATUS.value])
         return status >> 32, [rank for rank in range(self.size) if status >> rank & 1]
 
-    def row_width(self, rows: int, longest: int) -> int:
-        """FP32 elements of each of a slot's rows: `longest` whole units, or as many as fit."""
-        fit = self.slot_words * 2 // max(1, rows) // UNIT * UNIT
-        if not fit:
-            raise OperandError("roots times slices", rows, f"at most {self.slot_words * 2 // UNIT}")
-        return min(fit, max(1, -(-longest // UNIT)) * UNIT)
+    @property
+    def announced(self) -> int:
+        """The digest that this rank announced last, in a graph too."""
+        epoch = int(self.page[EPOCHS.value + self.rank])
+        return int(self.page[DIGESTS.value + epoch % 2 * MAX_PEERS.value + self.rank])
 
-    def stage(self, source: Tensor, segments: tuple[Segment, ...]) -> None:
-        """From this rank's tensor into its slot of the coming epoch."""
-        if segments:
-            grid, plan, width = self._copies(segments, source, STAGE_PROGRAMS)
-            stage_kernel[grid](
-                source, self.page, self.pages, plan, self.slot_words, width, COPY_BLOCK, **OPTIONS
-            )
+    def gather(self, work: Work, part: Tensor, out: Tensor, digest: int) -> None:
+        """Every rank's part, its slice of `out`; both flat."""
+        part, out = integers(part), integers(out)
+        self._launch(work, part, out, digest, (0, 0, 0), _whole(work, 16 // work.item, part, out))
 
-    def barrier(self, digest: int) -> None:
-        """All ranks reach the next epoch, or the status says why not."""
-        barrier_kernel[1,](self.page, self.pages, digest, SIZE=self.size, num_warps=1)
-
-    def pull(self, out: Tensor, segments: tuple[Segment, ...]) -> None:
-        """One segment from each rank's slot into `out`."""
-        for peer, (_, _, length) in enumerate(segments):
-            self.bytes_read[peer] += length * out.element_size()
-        grid, plan, width = self._copies(segments, out, MAX_PROGRAMS)
-        pull_kernel[grid](
-            out, self.page, self.pages, plan, self.slot_words, width, COPY_BLOCK, **OPTIONS
-        )
-
-    def tree(
-        self, out: Tensor, programs: tuple, part: int, width: int, length: int, offset: int
+    def reduce(
+        self, work: Work, flat: Tensor, out: Tensor, out_start: int, digest: int
     ) -> None:
-        """Each row of `out`, from `offset` on, by its program from the slots' rows of one part.
+        """This rank's slice of all ranks' FP32 roots `flat` `[R, n]`: each row of `out` by its
+        program, from `out_start` on; where `work` gathers, every slice, each where it lies.
 
-        **Order:** the program's, which `ops/tree.py` wrote. **Rounds:** once, to `out`'s dtype.
+        **Order:** the programs', which `ops/tree.py` wrote. **Rounds:** once, to `out`'s dtype.
         """
-        if length <= 0:
-            return
-        grid = (min(-(-length // BLOCK), MAX_PROGRAMS),)
-        units = width // UNIT, -(-length // UNIT), offset // UNIT
-        for row, program in zip(out, programs, strict=True):
-            for peer, _, roots in program:
-                self.bytes_read[peer] += 4 * length * (roots > 0)
-            tree_kernel[grid](
-                row, self.page, self.pages, self.slot_words, part, *units,
-                PROGRAM=program, BLOCK=BLOCK, UNIT=UNIT, **OPTIONS,
-            )  # fmt: skip
+        stride = flat.stride(0) if len(flat) > 1 else 0
+        strides = stride, out_start, out.stride(0) if len(out) > 1 else 0
+        whole = _whole(work, UNIT, flat, out) and not any(value % UNIT for value in strides)
+        self._launch(work, flat, out, digest, strides, whole)
+
+    def _launch(
+        self,
+        work: Work,
+        source: Tensor,
+        out: Tensor,
+        digest: int,
+        strides: tuple[int, int, int],
+        whole: bool,
+    ) -> None:
+        width = (UNIT if work.programs else 16 // work.item) if whole else 1
+        launch = plan(work, self.rank, self.shape, self.slot_words * 8, width)
+        for peer, count in enumerate(launch.sent):
+            self.bytes_sent[peer] += count
+        operands = (
+            source, out, integers(out), self.pages, self._on_device(work.slices), digest,
+            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest,
+            *strides, *launch.constants,
+        )  # fmt: skip
+        options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}
+        Launch(peer_kernel, operands, options, launch.grid).start()
 
     def give_up(self, kind: int, ranks: list[int]) -> None:
         """End this rank's waits from a stream of its own; the kernels then tell the others."""
@@ -143,58 +147,26 @@ class PeerSteps:
         if self.page.is_cuda:
             torch.cuda.synchronize()
 
-    def _copies(
-        self, segments: tuple[Segment, ...], tensor: Tensor, programs: int
-    ) -> tuple[tuple[int, int], Tensor, int]:
-        """Grid, plan on the device, and how many elements may move at a time."""
-        wide = 16 // tensor.element_size()
-        aligned = tensor.data_ptr() % 16 == 0
-        aligned = aligned and all(value % wide == 0 for segment in segments for value in segment)
-        blocks = -(-max(length for *_, length in segments) // COPY_BLOCK)
-        grid = (min(max(blocks, 1), max(1, programs // len(segments))), len(segments))
-        return grid, self._plan(segments), wide if aligned else 1
-
-    def _plan(self, segments: tuple[Segment, ...]) -> Tensor:
-        """Segments on the device, kept for good: a captured graph may read them again."""
-        if segments not in self._plans:
+    def _on_device(self, slices: tuple[Slice, ...]) -> Tensor:
+        """Start and length of slices, kept for good: a captured graph may read them again."""
+        if slices not in self._slices:
             if capturing():
                 accepted = "a call with the same sizes before the capture"
                 raise PeerError("collective inside a CUDA graph", "its first call", accepted)
-            flat = [value for segment in segments for value in segment]
-            self._plans[segments] = torch.tensor(flat, device=self.device)
-        return self._plans[segments]
+            flat = [value for start, stop in slices for value in (start, stop - start)]
+            self._slices[slices] = torch.tensor(flat, device=self.device)
+        return self._slices[slices]
 
 
-class _Term:
-    """A value of the tree, written down instead of computed: postfix steps."""
-
-    def __init__(self, *steps: tuple[int, int, int]):
-        self.steps = steps
-
-    def __add__(self, right: _Term) -> _Term:
-        return _Term(*self.steps, *right.steps, (ADD, 0, 0))
-
-
-@functools.cache
-def tree_programs(cuts: tuple[int, ...], first: int, size: int) -> tuple[tuple, ...]:
-    """One program for each maximal subtree root of the group's leaves: what `tree_sum` adds.
-
-    A step is (rank, root, number of roots of that rank), or (ADD, 0, 0).
-    """
-    counts = [num_roots(cuts, first + rank) for rank in range(size)]
-    terms = [[_Term((r, i, n)) for i in range(n)] for r, n in enumerate(counts)]
-    nodes = root_nodes(terms, cuts, first)
-    return tuple(tree_sum(nodes.get, span).steps for span in group_spans(cuts, first, size))
+def _whole(work: Work, unit: int, *tensors: Tensor) -> bool:
+    """Whether everything begins and ends at multiples of `unit` elements and of 16 bytes."""
+    bounds = (value for piece in work.slices for value in piece)
+    return not any(t.data_ptr() % 16 for t in tensors) and not any(b % unit for b in bounds)
 
 
 def integers(tensor: Tensor) -> Tensor:
     """Elements as integers of their width: what is copied is never touched as a number."""
     return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def padded(num_spans: int, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A result whose rows begin and end at whole units; what is past `length` is not used."""
-    return torch.empty(num_spans, -(-length // UNIT) * UNIT, device=device, dtype=dtype)
 
 
 def capturing() -> bool:

@@ -16,13 +16,11 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000  # below the ports that Linux gives to ou
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Rank of `num_ranks` on a `node`, counted from 0, which has `local_size` of them; the ranks
-    meet at the URL `meeting`."""
+    """Rank of `num_ranks` on a `node`, counted from 0; the ranks meet at the URL `meeting`."""
 
     rank: int
     num_ranks: int
     node: int
-    local_size: int
     meeting: str
     launcher: str
 
@@ -38,14 +36,12 @@ def own_place(alone: bool = False) -> RankPlace | None:
     known = os.environ
     if "RANK" in known and "WORLD_SIZE" in known:
         node, num_ranks = int(known.get("GROUP_RANK", 0)), int(known["WORLD_SIZE"])
-        local_size = int(known.get("LOCAL_WORLD_SIZE", num_ranks))
-        return RankPlace(int(known["RANK"]), num_ranks, node, local_size, "env://", "torchrun")
+        return RankPlace(int(known["RANK"]), num_ranks, node, "env://", "torchrun")
     num_tasks = int(known.get("SLURM_STEP_NUM_TASKS", 1))
     if "SLURM_STEP_ID" not in known or (num_tasks == 1 and not alone):
         return None
-    local_size = len(known["SLURM_GTIDS"].split(","))  # the tasks of this node
     rank, node = int(known["SLURM_PROCID"]), int(known["SLURM_NODEID"])
-    return RankPlace(rank, num_tasks, node, local_size, _meeting(), "srun")
+    return RankPlace(rank, num_tasks, node, _meeting(), "srun")
 
 
 def check_nodes(layout: Layout, nodes: Sequence[int], transport: str) -> None:

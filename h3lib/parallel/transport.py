@@ -8,6 +8,7 @@ adds of `ops/tree.py`. Kernels that read peers (`peer.py`) do both without an ex
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -48,6 +49,11 @@ class Level(abc.ABC):
         """For each rank the slice of the elements that it finishes in an all-reduce."""
         return even_slices(num_elements, self.size, self.unit)
 
+    def heard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Where this rank may run out of memory or refuse an operand: peers in other processes hear
+        of it. **Raises:** PeerError for the memory, OperandError as it was."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
         """The parts `[lengths[r]]` of every rank, one after the other. **Raises:** as `finish`."""
@@ -71,6 +77,32 @@ class Level(abc.ABC):
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
+
+
+    def finish_all(
+        self,
+        flat: Tensor,
+        cuts: Cuts,
+        slices: Sequence[Slice],
+        dtype: torch.dtype,
+        call: Call | None = None,
+    ) -> Tensor:
+        """The root over all leaves on every rank of a group that owns them all: `[R, n]` to `[n]`.
+
+        Rank r finishes `slices[r]`, then they are gathered, unless each has finished everything.
+
+        **Order:**, **Rounds:**, **Raises:** as `finish`.
+        """
+        part = self.finish(flat, cuts, 0, [[piece] for piece in slices], dtype, call)[0]
+        return self.gather_slices(part, slices, call)
+
+    def gather_slices(
+        self, part: Tensor, slices: Sequence[Slice], call: Call | None = None
+    ) -> Tensor:
+        """All elements from the slices of the ranks; nothing moves if each has them all."""
+        if self.size > 1 and len(set(slices)) == 1:
+            return part
+        return self.gather(part, [stop - start for start, stop in slices], call)
 
 
 class Transport(Level):
@@ -143,24 +175,31 @@ def even_slices(num_elements: int, num_slices: int, unit: int = 1) -> list[Slice
     return list(zip(cuts[:-1], cuts[1:], strict=True))
 
 
+def most_common(values: Sequence[object]) -> int:
+    """Place of the value that most have; the first of several."""
+    return max(range(len(values)), key=lambda place: (values.count(values[place]), -place))
+
+
 def check_calls(calls: Sequence[Call | None], ranks: Sequence[int] | None = None) -> None:
-    """**Raises:** PeerError for the first rank whose call is not that of the group's first.
+    """**Raises:** PeerError for the first rank whose call is not that of most of the group.
 
     `ranks` are the global ranks of the group, for the message. Every rank evaluates the same list,
     so every rank raises the same error.
     """
-    names = [call and call.name for call in calls]
-    first, *rest = _names(ranks, len(calls))
-    for rank, name, call in zip(rest, names[1:], calls[1:], strict=True):
-        if call == calls[0]:
+    usual, names = most_common(calls), _names(ranks, len(calls))
+    expected, of_usual = calls[usual], names[usual]
+    wanted = expected and expected.name
+    for rank, call in zip(names, calls, strict=True):
+        if call == expected:
             continue
-        if name != names[0]:
-            raise PeerError(f"collective on {rank}", name, f"{names[0]!r} as on {first}")
+        name = call and call.name
+        if name != wanted:
+            raise PeerError(f"collective on {rank}", name, f"{wanted!r} as on {of_usual}")
         for field in fields(Call):
-            here, there = getattr(calls[0], field.name), getattr(call, field.name)
+            here, there = getattr(expected, field.name), getattr(call, field.name)
             if here != there:
                 subject = f"{field.name} of {name} on {rank}"
-                raise PeerError(subject, there, f"{here!r} as on {first}")
+                raise PeerError(subject, there, f"{here!r} as on {of_usual}")
 
 
 def check_exchange(

@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from h3lib.bench import interference
-from h3lib.bench.interference import NCCL, OURS, limited, relate
-from h3lib.parallel import peer_steps
-
-
-def test_a_limit_of_programs_holds_inside_and_is_undone_after_an_error():
-    before = peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS
-    with limited(None):
-        assert (peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS) == before
-    with pytest.raises(KeyError), limited(8):
-        assert peer_steps.MAX_PROGRAMS == peer_steps.STAGE_PROGRAMS == 8
-        raise KeyError
-    assert (peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS) == before
+from h3lib.bench.interference import NCCL, OURS, relate
 
 
 def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch):

@@ -1,9 +1,13 @@
 """Which transport joins which group."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from h3lib.contract import PeerError
 from h3lib.layout import Layout
-from h3lib.parallel.levels import Levels, transports_of
+from h3lib.parallel.levels import Levels, take_gpus, transports_of
 from h3lib.parallel.mesh import mesh_groups
 
 
@@ -31,10 +35,60 @@ class World:
 
 
 def test_a_group_is_opened_once_and_what_was_opened_is_reported():
-    levels = Levels(World(), {(0, 1): "gloo", (0, 2): "gloo", (1, 3): "nccl"})
+    levels = Levels(World(), {(0, 1): "gloo", (0, 2): "gloo", (1, 3): "nccl"}, ["", ""])
+    assert levels.ranks_per_gpu() is None
     assert levels((0, 1), 0) is levels((0, 1), 0)
     assert list(levels.opened) == [(0, 1)] and levels.used() == ["gloo"]
     levels.close()
     assert levels.opened == {}
     with pytest.raises(KeyError):
         levels((5, 6), 5)
+
+
+class HostWorld:
+    """Rank `rank` of ranks on hosts; every other rank says `others`."""
+
+    def __init__(self, hosts, rank, others):
+        self.members, self.rank = SimpleNamespace(hosts=hosts), rank
+        self.others, self.failed = others, None
+
+    def gather_objects(self, value):
+        return [value if r == self.rank else other for r, other in enumerate(self.others)]
+
+    def fail(self, error):
+        self.failed = error
+        return error
+
+
+@pytest.fixture
+def visible(monkeypatch):
+    """The GPUs that this process sees."""
+    uuids = ["GPU-a", "GPU-b"]
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: taken.append(uuids[index]))
+    named = lambda index: SimpleNamespace(uuid=uuids[index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", named)
+    return uuids
+
+
+def test_ranks_of_a_host_take_its_gpus_in_turn_and_know_all_uuids(visible):
+    hosts, others = ["m", "n", "n", "n"], [("GPU-x", ""), ("GPU-a", ""), ("", ""), ("GPU-a", "")]
+    gpus = take_gpus(HostWorld(hosts, 2, others), on_gpu=True)
+    assert gpus == ["GPU-x", "GPU-a", "GPU-b", "GPU-a"]
+    assert Levels(World(), {}, gpus).ranks_per_gpu() == 2
+
+
+def test_ranks_that_see_one_gpu_each_own_it(visible):
+    """CUDA_VISIBLE_DEVICES hides the others: two ranks, one visible GPU, none shared."""
+    visible[:] = ["GPU-b"]
+    assert take_gpus(HostWorld(["n", "n"], 1, [("GPU-a", "")] * 2), True) == ["GPU-a", "GPU-b"]
+    assert take_gpus(HostWorld(["n", "n"], 1, [("GPU-b", "")] * 2), True) == ["GPU-b", "GPU-b"]
+    assert take_gpus(HostWorld(["n", "n"], 1, [("GPU-a", "")] * 2), False) == ["GPU-a", ""]
+
+
+def test_a_rank_without_a_gpu_is_named_on_every_rank(visible):
+    world = HostWorld(["n", "n"], 0, [("GPU-a", ""), ("", "no CUDA-capable device is detected")])
+    with pytest.raises(PeerError, match="GPU of rank 1: received 'no CUDA-capable") as raised:
+        take_gpus(world, True)
+    assert raised.value is world.failed

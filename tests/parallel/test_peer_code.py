@@ -10,20 +10,22 @@ from h3lib.parallel.transport import group_spans, num_roots
 
 pytest.importorskip("triton")
 
-from h3lib.bench.litmus import abort_kernel, exchange_kernel  # noqa: E402
-from h3lib.ops.hopper.compiled import Code, compile_offline  # noqa: E402
-from h3lib.parallel.peer_kernels import (  # noqa: E402
-    ADD,
-    BLOCK,
-    COPY_BLOCK,
-    OPTIONS,
-    UNIT,
-    barrier_kernel,
-    pull_kernel,
-    stage_kernel,
-    tree_kernel,
+from h3lib.bench.litmus import (  # noqa: E402
+    GPU_SCOPE,
+    RELAXED,
+    WARPS,
+    abort_kernel,
+    exchange_kernel,
 )
-from h3lib.parallel.peer_steps import tree_programs  # noqa: E402
+from h3lib.ops.hopper.compiled import Code, compile_offline  # noqa: E402
+from h3lib.parallel.peer_kernels import ADD, SLOT, peer_kernel  # noqa: E402
+from h3lib.parallel.peer_plan import (  # noqa: E402
+    Shape,
+    Work,
+    plan,
+    roots_of_ranks,
+    tree_programs,
+)
 
 CUTS = (
     (0, 1, 2, 3, 4, 5, 6, 7, 8),
@@ -43,7 +45,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def run_program(program: tuple, values: dict) -> float:
     """The stack machine of `tree_kernel`, in Python."""
     stack = []
-    for rank, root, _ in program:
+    for rank, root in program:
         if rank == ADD:
             right = stack.pop()
             stack.append((stack.pop(), right))
@@ -76,68 +78,105 @@ def test_programs_are_the_adds_of_the_tree_in_order(cuts):
         assert len(programs) == len(spans)
         for program, span in zip(programs, spans, strict=True):
             assert run_program(program, names) == tree_sum(nodes.get, span).value
-            assert all(step[2] == counts[step[0]] for step in program if step[0] != ADD)
+
+
+def even(n: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((n * r // size // 16 * 16, n * (r + 1) // size // 16 * 16) for r in range(size))
+
+
+def reduction(cuts: tuple[int, ...], gather: bool, item: int = 2, n: int = 1 << 25) -> Work:
+    group = cuts, 0, len(cuts) - 1
+    return Work(even(n, group[2]), item, gather, roots_of_ranks(*group), tree_programs(*group))
+
+
+def compiled(work: Work, rank: int, dtype: torch.dtype, width: int) -> tuple[Code, dict]:
+    """The kernel of a collective on one rank, and its constants."""
+    shape = Shape()
+    launch = plan(work, rank, shape, 128 << 10, width)
+    runtime = len(peer_kernel.arg_names) - len(launch.constants)
+    constants = dict(zip(peer_kernel.arg_names[runtime:], launch.constants, strict=True))
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[work.item]
+    source, out = (torch.float32, dtype) if work.programs else (integer, integer)
+    code = compile_offline(
+        peer_kernel, meta(100, dtype=source), meta(100, dtype=out), meta(100, dtype=integer),
+        meta(8), meta(16), 1 << 62, shape.channels, 1 << 14, len(work.slices), 100, 1 << 24, 0, 8,
+        0, num_warps=shape.num_warps, enable_fp_fusion=False, **constants,
+    )  # fmt: skip
+    code.check(tensor_cores=False)
+    return code, constants
 
 
 def accesses(code: Code, kind: str) -> set[str]:
-    """Widths of the global loads or stores, addresses of peers and plans left out."""
+    """Widths of the global loads or stores, addresses and plans left out."""
     found = set(re.findall(rf"{kind}\.global\.((?:v\d\.)?b\d+)", code.ptx))
     return found - {"b64"}
 
 
-@pytest.mark.parametrize(
-    "kernel,dtype",
-    [(stage_kernel, torch.int32), (pull_kernel, torch.int16), (pull_kernel, torch.int64)],
-)
-def test_copies_move_16_bytes_a_time_where_they_are_aligned(kernel, dtype):
+@pytest.mark.parametrize("dtype", (torch.int16, torch.int32, torch.int64), ids=str)
+def test_a_gather_moves_16_bytes_a_time_where_parts_are_aligned(dtype):
     wide = 16 // dtype.itemsize
+    work = Work(even(1 << 22, 4), dtype.itemsize, gather=True)
     for width in (1, wide):
-        code = compile_offline(
-            kernel, meta(100, dtype=dtype), meta(512), meta(8), meta(24), 1 << 20,
-            WIDTH=width, BLOCK=COPY_BLOCK, **OPTIONS,
-        )  # fmt: skip
-        code.check(tensor_cores=False)
+        code, _ = compiled(work, 1, dtype, width)
         if width == wide:
             vector = "v2.b64" if dtype == torch.int64 else "v4.b32"
             assert accesses(code, "ld") == accesses(code, "st") == {vector}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("cuts", CUTS[1:3], ids=str)
-def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, dtype):
-    (program,) = tree_programs(cuts, 0, len(cuts) - 1)
-    code = compile_offline(
-        tree_kernel, meta(100, dtype=dtype), meta(512), meta(8), 1 << 20, 0, 100, 100, 0,
-        PROGRAM=program, BLOCK=BLOCK, UNIT=UNIT, **OPTIONS,
-    )  # fmt: skip
-    code.check(tensor_cores=False)
-    elements = BLOCK // (32 * OPTIONS["num_warps"])
-    pushes = sum(step[0] != ADD for step in program)
-    assert len(re.findall(r"ld\.global\.v4\.b32", code.ptx)) == pushes * elements // 4
+@pytest.mark.parametrize("gather", (False, True), ids=("scatter", "all"))
+@pytest.mark.parametrize("cuts", CUTS[:3], ids=str)
+def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, gather, dtype):
+    work = reduction(cuts, gather, dtype.itemsize)
+    code, constants = compiled(work, len(cuts) - 2, dtype, 8)
+    assert accesses(code, "ld") == {"v4.b32"}
+    elements = constants["TREE_BLOCK"] // constants["LANES"]
+    pushes = sum(kind <= -2 for kind, _ in constants["PROGRAM"]) - 1
+    assert sum(kind == SLOT for kind, _ in constants["PROGRAM"]) <= pushes
     adds = re.findall(r"add(?:\.rn)?\.f32(?:x2)?", code.ptx)
     assert len(adds) == (pushes - 1) * elements, "no fused, reordered or packed adds"
     assert "fma" not in code.ptx and "ftz" not in code.ptx
 
 
 def test_the_flag_is_released_after_the_digest_and_acquired_before_it():
-    code = compile_offline(barrier_kernel, meta(512), meta(8), 1 << 62, SIZE=8, num_warps=1)
-    code.check(tensor_cores=False)
+    """And a barrier of the program stands between data and flag, on both sides."""
+    code, _ = compiled(Work(even(1 << 22, 8), 4, gather=True), 3, torch.int32, 4)
     order = re.findall(r"(st\.relaxed|st\.release|ld\.acquire|ld\.relaxed)\.sys\.global", code.ptx)
     assert order[:3] == ["st.relaxed", "st.release", "ld.acquire"]
     assert order.index("ld.acquire") < len(order) - 1 - order[::-1].index("ld.relaxed")
     assert order[-1] == "st.relaxed", "the last word is the abort that is told"
+    moves = r"(st\.global\.v4|bar\.sync|st\.release|ld\.acquire|ld\.global\.v4)"
+    text = " ".join(re.findall(moves, code.ptx))
+    assert re.search(r"st\.global\.v4 (bar\.sync )+st\.release", text)
+    assert re.search(r"ld\.acquire (bar\.sync )+ld\.global\.v4", text)
     sass = re.findall(r"\b(ST|LD)[.\w]*\.STRONG\.SYS", code.sass)
     assert {"ST", "LD"} <= set(sass)
     assert "MEMBAR" in code.sass, "the release is a fence and a store"
     assert "globaltimer" in code.ptx, "the wait is bounded"
 
 
-def test_the_litmus_kernels_compile():
-    for variant in range(4):
+@pytest.mark.parametrize("variant", range(6))
+def test_the_litmus_kernels_differ_in_what_they_break(variant):
+    code = compile_offline(
+        exchange_kernel, meta(8), meta(8), meta(8), 0, 2, 10, SIZE=8, VARIANT=variant,
+        num_warps=WARPS,
+    )  # fmt: skip
+    code.check(tensor_cores=False)
+    order = re.findall(r"(?:st\.release|ld\.acquire)\.\w+", code.ptx)
+    if variant == RELAXED.value:
+        assert order == []
+    else:
+        scope = "gpu" if variant == GPU_SCOPE.value else "sys"
+        assert set(order) == {f"st.release.{scope}", f"ld.acquire.{scope}"}
+        assert order.count(f"st.release.{scope}") == 1
+
+
+def test_the_litmus_of_the_abort_tells_or_not():
+    stores = []
+    for variant in (0, 1):
         code = compile_offline(
-            exchange_kernel, meta(8), meta(4096), meta(8), 10, SIZE=8, VARIANT=variant, num_warps=1
+            abort_kernel, meta(8), meta(8), 0, 2, 10, 10, SIZE=8, VARIANT=variant, num_warps=WARPS
         )
         code.check(tensor_cores=False)
-        stores = [m.start() for m in re.finditer(r"st\.release\.sys", code.ptx)]
-        assert len(stores) == 1
-    compile_offline(abort_kernel, meta(8), meta(8), 10, 10, SIZE=8, num_warps=1).check(False)
+        stores.append(code.ptx.count("st.relaxed.sys"))
+    assert stores[0] == stores[1] + 1

@@ -21,17 +21,17 @@ def test_bits_of_every_world_and_hierarchy(tmp_path, monkeypatch, allocator):
 
 
 def test_litmus_tests_pass_and_broken_variants_fail():
-    from h3lib.bench.litmus import run_all
+    from h3lib.bench.litmus import ANY, NONE, SOME, run_all
 
-    found = run_all(rounds=20_000, abort_rounds=500)
+    found = list(run_all(rounds=20_000, abort_rounds=500))
     assert [litmus for litmus in found if not litmus.passed] == []
-    assert {litmus.must_fail for litmus in found} == {True, False}
+    assert {litmus.expected for litmus in found} == {NONE, SOME, ANY}
 
 
 def test_random_faults(tmp_path):
     from h3lib.faults.injection import run_faults
 
-    assert run_faults(12, 11, tmp_path / "faults.json", device="cuda") == 0
+    assert run_faults(60, 11, tmp_path / "faults.json", device="cuda") == 0
 
 
 def test_open_close_rounds_leave_nothing():
@@ -45,7 +45,10 @@ def test_a_handle_of_freed_memory_and_too_large_a_buffer_are_typed_errors():
     from h3lib.parallel.peer_memory import CudaDriver, DriverError, SharedBuffers
 
     class Alone:
-        rank, size = 0, 1
+        rank, size, ranks = 0, 1, (0,)
+
+        def hold(self):
+            return None
 
         def gather_objects(self, value):
             return [value]
