@@ -15,7 +15,7 @@ from torch import Tensor
 from h3lib.contract import ReportError
 from h3lib.layout import region_shape
 from h3lib.model.trace import Key, Record
-from h3lib.model.weights import digest
+from h3lib.model.weights import digests
 
 
 def canonical_tensors(records: Iterable[Record]) -> dict[Key, Tensor]:
@@ -53,7 +53,7 @@ def _is_whole(path: Path) -> bool:
     """Whether every value of a kept file has the SHA-256 that is written beside it."""
     try:
         file = CanonicalFile(path)
-        return all(digest(file[key]) == file.digests[key] for key in file)
+        return digests((key, file[key]) for key in file) == file.digests
     except (SafetensorError, KeyError, OSError):
         return False
 
@@ -63,7 +63,7 @@ def save_canonical(tensors: Mapping[Key, Tensor], path: str | Path) -> None:
     values = {"/".join(key): tensor.cpu() for key, tensor in tensors.items()}
     unfinished = f"{path}.{os.getpid()}"
     try:
-        save_file(values, unfinished, {name: digest(value) for name, value in values.items()})
+        save_file(values, unfinished, digests(values.items()))
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)

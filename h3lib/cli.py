@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from h3lib.bench.command import add_bench, measure
 from h3lib.contract import (
     SIZES,
     BackendError,
@@ -22,7 +23,7 @@ from h3lib.files import write_json
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
-from h3lib.rank import EQUAL, FAILED, REFUSED
+from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
@@ -56,16 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
-    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives"))
+    bench = add_bench(commands)
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
-    bench.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("rowwise", "gemm", "attention", "block"),
-        metavar="PART",
-        help="rowwise, gemm, attention, block; all if left out",
-    )
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -199,6 +192,8 @@ def _add_request(parser: argparse.ArgumentParser, blocks: str) -> None:
         "--transport",
         help="peer, kernels that read the other ranks' memory (default on cuda); or gloo",
     )
+    rows = "rows of a product that are summed at a time, beside the next ones' product"
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help=rows)
     parser.add_argument(
         "--launcher",
         default="local",
@@ -269,18 +264,10 @@ def _bench(options: argparse.Namespace) -> int:
         return REFUSED
     try:
         require_cuda()
-        if options.what == "collectives":
-            from h3lib.bench.collectives import bench_collectives
-
-            bench_collectives(options.out)
-        else:
-            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
-
-            bench_kernels(options.out, options.parts or PARTS)
+        return EQUAL if measure(options) else DIFFERENT
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
-    return EQUAL
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -109,7 +109,8 @@ def summarise(
     by_key: dict[Key, list[tuple[int, Difference]]] = {key: [] for key in canonical}
     for rank, differences in enumerate(ranks):
         keys = [difference.key for difference in differences]
-        if len(set(keys)) != len(keys) or not set(keys) <= by_key.keys():
+        pieces = [(d.key, d.start) for d in differences if d.total or d.start is None]
+        if len(set(pieces)) != len(pieces) or not set(keys) <= by_key.keys():
             raise ReportError(f"values of rank {rank}", keys, "each canonical value once")
         for difference in differences:
             by_key[difference.key].append((rank, difference))
@@ -139,7 +140,7 @@ def _summary(key: Key, tensor: Tensor, found: list[tuple[int, Difference]], stag
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "total": sum(d.total for _, d in found),
         "different": sum(d.different for _, d in found),
-        "covered": _whole_stages([rank for rank, _ in found], stage)
+        "covered": _whole_stages(list(dict.fromkeys(rank for rank, _ in found)), stage)
         and _covered(tuple(tensor.shape), pieces),
         "first": first,
     }
@@ -152,21 +153,31 @@ def _whole_stages(ranks: list[int], stage: int) -> bool:
 
 
 def _covered(shape: tuple[int, ...], pieces: set[tuple[Region, int | None, int]]) -> bool:
-    seen = torch.zeros(shape, dtype=torch.bool)
-    for region, start, count in pieces:
-        piece = torch.zeros(math.prod(region_shape(region)), dtype=torch.bool)
-        piece[start or 0 : (start or 0) + count] = True
-        _mark(seen, piece.view(region_shape(region)), region)
+    """Whether the regions whose pieces are all there make up the whole."""
+    parts: dict[Region, list[tuple[int, int]]] = {}
+    for region, start, num_elements in pieces:
+        first = start or 0
+        parts.setdefault(region, []).append((first, first + num_elements))
+    shown = [r for r, found in parts.items() if _reach(found) == math.prod(region_shape(r))]
+    edges = [
+        sorted({0, size, *(e for r in shown for p in r[dim] for e in (p.start, p.stop))})
+        for dim, size in enumerate(shape)
+    ]
+    seen = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.bool)
+    for region in shown:
+        cells = [
+            torch.tensor([i for i, edge in enumerate(cuts[:-1]) if any(edge in p for p in ranges)])
+            for cuts, ranges in zip(edges, region, strict=True)
+        ]
+        seen[torch.meshgrid(*(c.long() for c in cells), indexing="ij")] = True
     return bool(seen.all())
 
 
-def _mark(seen: Tensor, piece: Tensor, region: Region, dim: int = 0) -> None:
-    """seen[region] |= piece."""
-    if dim == len(region):
-        seen |= piece
-        return
-    offset = 0
-    for part in region[dim]:
-        inner = piece.narrow(dim, offset, len(part))
-        _mark(seen.narrow(dim, part.start, len(part)), inner, region, dim + 1)
-        offset += len(part)
+def _reach(parts: list[tuple[int, int]]) -> int:
+    """How far the intervals reach from 0 without a gap."""
+    reach = 0
+    for start, stop in sorted(parts):
+        if start > reach:
+            break
+        reach = max(reach, stop)
+    return reach

@@ -35,6 +35,7 @@ from h3lib.parallel.gloo import require_same
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.levels import join
 from h3lib.parallel.mesh import build_mesh
+from h3lib.parallel.overlap import Chunks
 from h3lib.parallel.place import RankPlace, check_nodes, own_place
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import (
@@ -94,7 +95,6 @@ class RankRun:
             raise
         finally:
             self.levels.close()
-            self.world.close()
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""
@@ -118,11 +118,13 @@ class RankRun:
         require_same(self.world, {**asked, **software})
         # what one process does not ask
         alone = ("layout", "local_size", "timeout_s", "canonical", "recompute", "transport")
+        alone += ("chunk_rows",)
         self.question = software | {k: v for k, v in asked.items() if k not in alone}
         self.program = request.program(self.device)
         self.packed = self.program.packed
         owner = Ownership.of(self.layout, self.packed.num_rows, self.contract)
-        self.shard = SeqShard(owner, rank, build_mesh(self.layout, rank, self.levels))
+        mesh = build_mesh(self.layout, rank, self.levels, Chunks(request.chunk_rows))
+        self.shard = SeqShard(owner, rank, mesh)
 
     def _records(
         self, shard: SeqShard, program: Program, backward: bool = True
@@ -241,6 +243,7 @@ class RankRun:
             "rows": self.packed.num_rows,
             "blocks": request.num_blocks,
             "recompute": request.recompute,
+            "chunk_rows": request.chunk_rows,
             **self._generation(tensors),
             "job": {"name": request.parsed_job.name, **asdict(request.parsed_job)},
             "weights": request.weights if request.is_synthetic else "checkpoint",

@@ -114,6 +114,7 @@ REPORT_SCHEMA = _object(
         "canonical_reused": {"type": "boolean"},
         "blocks": {"type": "integer", "minimum": 1},
         "recompute": {"type": "boolean"},
+        "chunk_rows": {"type": ["integer", "null"], "minimum": 1},  # null: as suits the transport
         "weight_digests": {"type": "object", "additionalProperties": _SHA256},
         "untraced": _object({"values": _COUNT, "total": _COUNT, "different": _COUNT}),
         "points": {"type": "integer", "minimum": 2},
@@ -290,12 +291,10 @@ def environment(device: str, machine: str) -> dict:
     capability = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
     return {
         "git_commit": provenance.git_commit(),
-        "git_dirty": provenance.git_dirty(),
         "device_name": provenance.device_name(device),
         "driver": provenance.driver_version() if device == "cuda" else None,
-        **provenance.versions("python", "torch", "triton", "numpy"),
+        **provenance.setting("torch", "triton", "numpy"),
         "machine": machine,
-        "date": provenance.date(),
         **(capability if device == "cpu" else {}),
     }
 

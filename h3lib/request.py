@@ -22,6 +22,7 @@ from h3lib.model.program import Program
 from h3lib.model.weights import SyntheticWeights, WeightSource, parameters
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.levels import TRANSPORTS
+from h3lib.parallel.overlap import Chunks
 from h3lib.provenance import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
@@ -45,6 +46,7 @@ class Request:
     `blocks` 1 is block 0 alone with its nodes; N more is the whole model with its first N blocks,
     "all" with all of them. `recompute`: save the blocks' inputs alone, in the layout's own run.
     With `points`, a generation of that many grid points by the model with its first N blocks.
+    `chunk_rows`: the rows of a row-parallel product that are summed at a time.
     """
 
     layout: str
@@ -62,6 +64,7 @@ class Request:
     backend: str = "eager"
     canonical: str | None = None
     transport: str | None = None
+    chunk_rows: int | None = None
 
     def check(self) -> None:
         """**Raises:** an H3Error for the first thing that cannot be done."""
@@ -80,6 +83,7 @@ class Request:
             raise RequestError("transport", "peer", f"gloo on device {self.device}")
         if self.chosen_transport == "peer" and importlib.util.find_spec("triton") is None:
             raise RequestError("transport", "peer", "gloo: Triton is not installed")
+        _ = Chunks(self.chunk_rows)
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             raise RequestError("timeout in seconds", self.timeout_s, accepted)

@@ -1,5 +1,7 @@
 """Every layout gives the bytes of one process alone: output, dx, every gradient, root and node."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from block_support import (
@@ -23,6 +25,7 @@ from h3lib.model import context
 from h3lib.model.block import block_values
 from h3lib.model.packing import pack
 from h3lib.ops import gemm
+from h3lib.parallel.overlap import Chunks
 from h3lib.parallel.shard import SeqShard
 from h3lib.simulate import canonical_block, play_layout
 
@@ -69,6 +72,18 @@ def test_1097_rows_fill_every_sequence_unit(layout):
 def test_small_blocks_put_two_row_blocks_into_a_row_unit(layout, num_rows):
     """Row blocks of 4 and key blocks of 16; at the published sizes this needs 4,097 rows."""
     assert red(play(layout, num_rows, SMALL_BLOCKS)) == set()
+
+
+@pytest.mark.parametrize("length", (1, 50))
+@pytest.mark.parametrize("layout", ("tp2", "tp8", "tp4-cp2-sp", "tp4-cp2-local4", "tp8-sp-local2"))
+def test_products_in_chunks_of_rows_give_the_bytes_of_whole_ones(layout, length):
+    """FP32 roots are compared as well, chunk by chunk."""
+    chunks, num_rows = Chunks(length), 131 if length > 1 else 7
+
+    def change(shard, world):
+        return replace(shard, mesh=replace(shard.mesh, chunks=chunks))
+
+    assert red(play(layout, num_rows, change=change)) == set()
 
 
 @pytest.mark.slow

@@ -64,6 +64,16 @@ def test_real_processes_give_the_bytes_of_one(layout, tmp_path):
     assert done.stderr == "", "quiet when not a terminal"
 
 
+@pytest.mark.parametrize("layout", ("tp4-cp2-sp", "tp8-local4"))
+def test_products_in_chunks_of_rows_by_real_processes(layout, tmp_path):
+    out = tmp_path / "report.json"
+    done = _run("--chunk-rows", "50", out=out, layout=layout, rows="264")
+    assert done.returncode == 0, done.stderr
+    report = read_report(out)
+    assert report["equal"] and report["chunk_rows"] == 50
+    assert report["control"]["applicable"] and report["control"]["different"] > 0
+
+
 def test_the_model_in_stages_of_real_processes(tmp_path):
     out = tmp_path / "report.json"
     done = _run("--blocks", "all", "--recompute", out=out, layout="tp2-sp-pp2")
@@ -138,6 +148,7 @@ REFUSED = {
     "stages of one block": (("--layout", "tp1-pp2"), "pp degree: received 2; accepted: 1"),
     "weights": (("--weights", "nowhere"), "received 'nowhere'"),
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
+    "chunks": (("--chunk-rows", "0"), "rows of a chunk: received 0; accepted: at least 1"),
     "local": (("--local-size", "3"), "local size: received 3"),
     "timeout": (("--timeout", "0"), "received 0.0"),
     "endless": (("--timeout", "inf"), "received inf"),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from h3lib.bench.measure import environment
+from h3lib.bench.measure import Protocol, graphed, medians, time_us
 from h3lib.contract import PeerError
 from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
@@ -33,7 +33,7 @@ from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer import CAPACITY_BYTES, PeerTree
 from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.transport import num_roots
-from h3lib.provenance import git_commit
+from h3lib.provenance import gpu_environment
 
 TIMEOUT_S = 300.0
 SMALL = tuple(1 << k for k in (12, 14, 16, 18, 20, 22, 23))  # bytes; timed as CUDA graphs
@@ -94,13 +94,14 @@ class Bench:
 
     def times(self, calls: list[Call], graph: bool) -> list[float]:
         """Median of each call in microseconds, of the slowest rank."""
-        runs = [_graphed(call) if graph else call for call in calls]
+        runs = [lambda _, call=call: call() for call in calls]
+        runs = [graphed(run, GRAPH_CALLS) for run in runs] if graph else runs
         samples: list[list[float]] = [[] for _ in calls]
         for round_index in range(-1, ROUNDS):  # the first round warms both up
             order = range(len(runs)) if round_index % 2 else reversed(range(len(runs)))
             for i in order:
                 self.world.gather_objects(None)
-                took = _time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
+                took = time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
                 if round_index >= 0:
                     samples[i].append(took / (GRAPH_CALLS if graph else 1))
         self.tree.check()
@@ -154,17 +155,19 @@ class Bench:
         """The steps of one rank in a world of one, to BF16: launches and local memory alone."""
         tree = self.open((self.rank,))
         collective, found = TreeCollective(tree), []
+        short = Protocol(ROUNDS, round_ms=5.0, warm_up_ms=10.0)
         for num_bytes in (SMALL[0], SMALL[-1], LARGE[2]):
             roots = torch.randn(1, num_bytes // 4, device="cuda")
             call = lambda roots=roots: collective.all_reduce(roots, [0, 8], BF16)  # noqa: E731
             cast = lambda roots=roots: roots.to(BF16)  # noqa: E731
             for graph in (False, True):
                 took = [0.0, 0.0]
+                how = short.under_graph() if graph else short
                 for rank in self.ranks:  # one rank at a time: they may share the GPU
                     if rank == self.rank:
-                        took = [_median_us(_graphed(c) if graph else c) for c in (call, cast)]
+                        calls = [lambda _, c=c: c() for c in (call, cast)]
+                        took = medians(calls, GRAPH_CALLS, how)
                     self.world.gather_objects(None)
-                took = [us / (GRAPH_CALLS if graph else 1) for us in took]
                 found.append({"what": "all_reduce in a world of one", "bytes": num_bytes,
                               "graph": graph, "us": took[0], "cast_us": took[1]})  # fmt: skip
             tree.check()
@@ -208,31 +211,6 @@ def fit(rows: list[Row], size: int) -> dict[str, object]:
     return {"level": "peers of a node", "alpha_us": alpha, "beta_bytes_per_us": 1 / slope}
 
 
-def _graphed(call: Call) -> Call:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            call()
-    return graph.replay
-
-
-def _time_us(run: Call, repeats: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    stop.record()
-    stop.synchronize()
-    return 1000 * start.elapsed_time(stop) / repeats
-
-
-def _median_us(run: Call) -> float:
-    _time_us(run, WARM_UP)
-    return statistics.median(_time_us(run, REPEATS) for _ in range(ROUNDS))
-
-
 def rank_main(out: Path) -> None:
     """A rank: measure; rank 0 writes the report."""
     die_with_launcher()
@@ -246,7 +224,7 @@ def rank_main(out: Path) -> None:
     if bench.rank:
         return
     content = {
-        "environment": environment() | {"commit": git_commit() or "unknown"},
+        "environment": gpu_environment(),
         "ranks": bench.size,
         "ranks_per_gpu": 1 if bench.owns_gpu else bench.size // torch.cuda.device_count(),
         "nvls": "off",

@@ -28,7 +28,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call, start_ranks
-from h3lib.bench.measure import environment
 from h3lib.contract import PeerError
 from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
@@ -38,7 +37,7 @@ from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.place import own_place
-from h3lib.provenance import git_commit
+from h3lib.provenance import gpu_environment
 
 ROUNDS, WINDOW_US = 5, 5_000.0
 COVER, MOST_COVER = 3, 96  # times the window for which the other side's work is laid out
@@ -275,7 +274,7 @@ def rank_main(out: Path) -> None:
         if run.rank:
             return
         content = {
-            "environment": environment() | {"commit": git_commit() or "unknown"},
+            "environment": gpu_environment(),
             "ranks": run.size,
             "nvls": "off",
             "protocol": {"rounds": ROUNDS, "window_us": WINDOW_US, "graph_calls": CALLS},

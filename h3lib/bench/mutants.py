@@ -28,7 +28,7 @@ class FaultyCollective(TreeCollective):
 
     _finish_all = Collective._finish_all  # by way of `_root`
 
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
+    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
         roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
@@ -79,7 +79,7 @@ class Bf16Partials(TreeCollective):
 
     _finish_all = Collective._finish_all
 
-    def _root(self, flat, leaf_cuts, slices, dtype, call):
+    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
         return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
 
 

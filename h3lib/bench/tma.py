@@ -27,7 +27,6 @@ from h3lib.ops.backend import load_backend
 from h3lib.ops.gemm import linear_forward
 from h3lib.ops.hopper.compat import num_multiprocessors
 from h3lib.ops.hopper.compiled import Code, compile_offline
-from h3lib.provenance import git_commit
 
 ROWS = (1, 31, 264, 4096, 37776)
 GRAPH_ROWS = 264
@@ -199,8 +198,7 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-        content = report(found, git_commit() or "unknown", Protocol(), False)
-        content |= {"code": code, "complete": len(found) == len(products())}
+        content = report(found, Protocol(), len(found) == len(products()), code=code)
         write_json(given.out, content)
 
 

@@ -7,6 +7,9 @@ Both hold the same weights, made in place (66 GB for `full`), and see the same r
 turns; medians. The forward saves nothing. Forward + backward computes each block again from its
 input (theirs: gradient checkpointing), and hands each parameter's gradient out when it is finished:
 all of them beside the weights (2 x 66 GB) would not fit.
+
+With `--layout tp2` (a GPU for each rank) ours runs in that layout, theirs still on one GPU, and
+`bench/transformer_layout.py` compares every byte of ours with ours on one GPU.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.bench.measure import environment
-from h3lib.contract import ModelSize, model_size
+from h3lib.contract import PUBLISHED, ModelSize, PeerError, model_size
+from h3lib.layout import Layout
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, Transformer
 from h3lib.model.weights import SyntheticWeights
+from h3lib.parallel.launch import run_ranks
 from h3lib.parallel.shard import SeqShard
+from h3lib.provenance import gpu_environment
 
 CONFIG = (
     "num_attention_heads", "attention_head_dim", "hidden_size", "num_layers", "num_refiner_layers",
@@ -38,6 +44,7 @@ METADATA = (
     "text_indices",
 )  # fmt: skip
 DEVICE, BACKEND = "cuda", "triton"
+TIMEOUT_S = 420.0
 Call = Callable[[], object]
 
 
@@ -54,13 +61,15 @@ def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
 
 
 class Case:
-    """One number of rows: both models on the same weights and rows."""
+    """One number of rows: both models on the same weights and rows; ours at its place `shard`."""
 
-    def __init__(self, size: ModelSize, weights: dict[str, torch.Tensor], theirs, rows: int):
+    def __init__(
+        self, size: ModelSize, weights: dict[str, torch.Tensor], theirs, rows: int, shard: SeqShard
+    ):
         packed = pack(job_for_rows(rows)).to(DEVICE)
         self.inputs = model_inputs(size, packed, 0)
         self.gradients = output_gradients(self.inputs, 0)
-        self.ours = Transformer(size, SeqShard.canonical(rows), weights, BACKEND)
+        self.ours = Transformer(size, shard, weights, BACKEND)
         self.theirs = theirs
         self.metadata = {name: getattr(packed, name) for name in METADATA}
 
@@ -82,13 +91,15 @@ class Case:
             torch.autograd.backward(out, [gradient[None] for gradient in self.gradients])
 
 
-def timed(calls: dict[str, Call], rounds: int) -> dict[str, dict]:
-    """Median milliseconds and peak allocated bytes of each call, one warm-up each, in turns."""
+def timed(calls: dict[str, Call], rounds: int, meet: Call = lambda: None) -> dict[str, dict]:
+    """Median milliseconds and peak allocated bytes of each call, one warm-up each, in turns; `meet`
+    comes before each."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     peaks = dict.fromkeys(calls, 0)
     for launch in range(rounds + 1):
         for name, call in calls.items():
             torch.cuda.synchronize()
+            meet()
             torch.cuda.reset_peak_memory_stats()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -132,7 +143,7 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
         if backward:
             free_gradients(theirs)
         for count in rows:
-            case = Case(size, weights, theirs, count)
+            case = Case(size, weights, theirs, count, SeqShard.canonical(count))
             calls = {"ours": case.our_forward, "theirs": case.their_forward}
             if backward:
                 calls = {"ours": case.our_step, "theirs": case.their_step}
@@ -152,6 +163,36 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
     write(found, held, complete=True)
 
 
+def write_report(
+    out: Path, size: ModelSize, commit: str, rounds: int, found: dict[str, object], complete: bool
+) -> None:
+    """One JSON; `complete` is its last key."""
+    content = {
+        "environment": gpu_environment(commit),
+        "contract": PUBLISHED.id,
+        "size": size.name,
+        "blocks": size.num_layers,
+        "rounds": rounds,
+        **found,
+        "complete": complete,
+    }
+    out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def start_ranks(options: argparse.Namespace) -> None:
+    """The same in a layout. **Raises:** PeerError if a rank fails."""
+    given = {name: value for name, value in vars(options).items() if name != "out"}
+    arguments = [str(options.out.resolve()), json.dumps(given)]
+    ranks = Layout.parse(options.layout).num_ranks
+    with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
+        log = Path(folder, "log")
+        module = "h3lib.bench.transformer_layout"
+        status = run_ranks(module, arguments, ranks, TIMEOUT_S, log, lambda: None)
+        if status:
+            tail = log.read_text(errors="replace")[-3000:]
+            raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -160,20 +201,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=(264, 14910))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--train", action="store_true", help="forward + backward too")
+    parser.add_argument("--layout", default="tp1", help="tp1, or one with a GPU for each rank")
     options = parser.parse_args()
+    if Layout.parse(options.layout).num_ranks > 1:
+        start_ranks(options)
+        return
     size = model_size(options.size)
 
     def write(found: list[dict], held: int, complete: bool) -> None:
-        content = {
-            "environment": environment() | {"commit": options.commit},
-            "size": size.name,
-            "blocks": size.num_layers,
-            "rounds": options.rounds,
-            "weight_bytes": held,
-            "measurements": found,
-            "complete": complete,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        lists = {"weight_bytes": held, "measurements": found}
+        write_report(options.out, size, options.commit, options.rounds, lists, complete)
 
     measure(size, list(options.rows), options.rounds, options.train, write)
 

@@ -2,7 +2,8 @@
 
     q, k, v = a W^T;  q, k = rope(norm(q, k));  y = W_out softmax(q k^T / sqrt(H)) v
 
-K and V of all rows are gathered over cp for the forward and dq; q, dO, L and delta for dk, dv.
+K and V of all rows are gathered over cp for the forward and dq; q, dO, L and delta for dk, dv. Each
+gather starts as soon as its operand is there, and is waited for where its result is used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from h3lib.ops import attention, rope
 from h3lib.ops.gemm import linear_dx, linear_forward
 from h3lib.ops.norm import head_norm_dw_leaves, rms_norm_backward, rms_norm_forward
 from h3lib.ops.tree import stacked_roots
+from h3lib.parallel.later import Later
 
 W_OUT = "attn.to_out.0.weight"
 
@@ -28,13 +30,17 @@ class Attention:
 
     def forward(self, a_SD: Tensor, rows: Rows) -> Tensor:
         """y `[S, D]`. Forward: all-gather rows (SP), chains, K/V over cp, unit tree over tp."""
-        ctx, gather = self.ctx, self.ctx.shard.gather_sequence
-        self.a_TD = ctx.shard.enter(a_SD)
-        q_TA, k_TA, v_TA = (self._project(name) for name in "qkv")
-        self.q = self.heads["q"].forward(q_TA, rows)
-        self.k = self.heads["k"].forward(k_TA, rows)
+        ctx, gather, width = self.ctx, self.ctx.shard.gather_sequence, self.ctx.size.inner_dim
+        w_k, w_v, w_q = (ctx.weights[_weight(name)] for name in "kvq")
+        self.a_TD, (k_TA, v_TA) = ctx.enter(a_SD, linear_forward, w_k, w_v)
+        self.k = self.heads["k"].forward(ctx.unit_node("attn.k", k_TA, width), rows)
+        k_all = gather(self.k)  # K and V of the others come while q is made
+        ctx.unit_node("attn.v", v_TA, width)
         self.v = v_TA.unflatten(-1, (-1, ctx.size.attention_head_dim))
-        self.k_all, self.v_all = gather(self.k), gather(self.v)
+        v_all = gather(self.v)
+        q_TA = ctx.unit_node("attn.q", ctx.call(linear_forward, self.a_TD, w_q), width)
+        self.q = self.heads["q"].forward(q_TA, rows)
+        self.k_all, self.v_all = k_all.value(), v_all.value()
         o, self.lse = ctx.call(
             attention.attention_forward, self.q, self.k_all, self.v_all, ctx.shard.contract
         )
@@ -45,12 +51,18 @@ class Attention:
 
     def backward(self, dy_SD: Tensor) -> Tensor:
         """da `[S, D]`; dw of the four linears and of both head norms go to the context."""
-        ctx, width = self.ctx, self.ctx.size.inner_dim
-        dy_TD = ctx.shard.enter(dy_SD)
+        ctx, width, gather = self.ctx, self.ctx.size.inner_dim, self.ctx.shard.gather_sequence
+        q, lse = gather(self.q), gather(self.lse)  # queries come while products are made
+        dy_TD, (do_TA,) = ctx.enter(dy_SD, linear_dx, ctx.weights[W_OUT])
+        do = ctx.unit_node("d.attn.heads", do_TA, width).view_as(self.o)
+        coming = [q, gather(do), lse]
+        delta = ctx.call(attention.attention_delta, do, self.o)
+        ctx.unit_node("attn.delta", delta, ctx.size.num_attention_heads)
+        coming.append(gather(delta))
         ctx.weight_gradient(W_OUT, dy_TD, self.o_TA)
-        do_TA = ctx.unit_node("d.attn.heads", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
-        dq, dk, dv = self._attention_backward(do_TA.view_as(self.o))
-        del do_TA, self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
+        dq, dk, dv = self._attention_backward(do, delta, coming)
+        del q, lse, coming, do, do_TA, delta
+        del self.q, self.k, self.v, self.k_all, self.v_all, self.o, self.o_TA, self.lse
         gradients = {
             "q": self.heads["q"].backward(dq),
             "k": self.heads["k"].backward(dk),
@@ -62,23 +74,16 @@ class Attention:
         parts = [(dy_TA, ctx.weights[_weight(name)]) for name, dy_TA in gradients.items()]
         return ctx.leave("d.attn.in", *parts)
 
-    def _project(self, name: str) -> Tensor:
-        ctx = self.ctx
-        y_TA = ctx.call(linear_forward, self.a_TD, ctx.weights[_weight(name)])
-        return ctx.unit_node(f"attn.{name}", y_TA, ctx.size.inner_dim)
-
-    def _attention_backward(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv `[T, N, H]` from dO; gathers what the keys here need of every query."""
-        ctx, contract, gather = self.ctx, self.ctx.shard.contract, self.ctx.shard.gather_sequence
-        delta = ctx.call(attention.attention_delta, do, self.o)
-        ctx.unit_node("attn.delta", delta, ctx.size.num_attention_heads)
+    def _attention_backward(
+        self, do: Tensor, delta: Tensor, coming: list[Later]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv `[T, N, H]`; q, dO, L and delta of all rows are `coming`."""
+        ctx, contract = self.ctx, self.ctx.shard.contract
         dq = ctx.call(
             attention.attention_dq, self.q, self.k_all, self.v_all, do, self.lse, delta, contract
         )
-        q_all, do_all, lse_all, delta_all = map(gather, (self.q, do, self.lse, delta))
-        dk, dv = ctx.call(
-            attention.attention_dkv, q_all, self.k, self.v, do_all, lse_all, delta_all, contract
-        )
+        q_all, *others = (later.value() for later in coming)
+        dk, dv = ctx.call(attention.attention_dkv, q_all, self.k, self.v, *others, contract)
         return dq, dk, dv
 
 
@@ -126,7 +131,7 @@ class _HeadNorm:
         by_sequence = shard.sum_feature_units(roots, roots.dtype)
         roots = stacked_roots(by_sequence, shard.sequence_units, NUM_SEQUENCE_UNITS)
         observe = ctx.observe_parameter(self.weight)
-        ctx.gradient(self.weight, shard.sum_sequence_units(roots, ctx.dtype, observe))
+        ctx.coming[self.weight] = shard.sum_sequence_units(roots, ctx.dtype, observe)
         return ctx.unit_node(f"d.attn.{self.name}", dx.flatten(1), width)
 
 

@@ -144,8 +144,7 @@ class Block:
 
         roots = torch.cat((dtable1, dgate1[:, :, None], dtable2, dgate2[:, :, None]), dim=2)
         dtemb = self.adaln.backward(roots)
-        gradients, ctx.gradients = ctx.gradients, {}
-        return Gradients(dx, dtemb, gradients)
+        return Gradients(dx, dtemb, ctx.take_gradients())
 
     def _residual_backward(self, dx: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         shard = self.ctx.shard

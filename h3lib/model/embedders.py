@@ -72,7 +72,8 @@ class Embedders:
     def backward(self, dx_SD: Tensor, input_gradients: bool = True) -> dict[str, Tensor]:
         """Gradients of the three inputs, each whole and in its set's order, if asked for.
 
-        Parameters go to `gradients`. **Order:** `Linear`; the refiner's own. **Rounds:** as theirs.
+        Parameters go to `take_gradients`. **Order:** `Linear`; the refiner's own. **Rounds:** as
+        theirs.
         """
         found, shard = {}, self.ctx.shard
         for name, linear in self.linears.items():
@@ -88,6 +89,6 @@ class Embedders:
             found["text"] = text.unsorted(self.context.dx(de))
         return found
 
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        return {**self.ctx.gradients, **self.refiner.gradients}
+    def take_gradients(self) -> dict[str, Tensor]:
+        """As `BlockContext.take_gradients`, the refiner's too."""
+        return {**self.ctx.take_gradients(), **self.refiner.take_gradients()}

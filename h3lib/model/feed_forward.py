@@ -23,8 +23,8 @@ class FeedForward:
     def forward(self, a_SD: Tensor) -> Tensor:
         """y `[S, D]`. Forward: all-gather rows (SP), chain, SwiGLU, unit tree over tp."""
         ctx, width = self.ctx, self.ctx.size.ffn_dim
-        self.a_TD = ctx.shard.enter(a_SD)
-        value, gate = ctx.call(linear_forward, self.a_TD, ctx.weights[W_IN]).chunk(2, dim=-1)
+        self.a_TD, (hidden,) = ctx.enter(a_SD, linear_forward, ctx.weights[W_IN])
+        value, gate = hidden.chunk(2, dim=-1)
         self.value_TF = ctx.unit_node("ff.value", value, width)
         self.gate_TF = ctx.unit_node("ff.gate", gate, width)
         y_TF = ctx.call(swiglu_forward, self.value_TF, self.gate_TF)
@@ -34,10 +34,10 @@ class FeedForward:
     def backward(self, dy_SD: Tensor) -> Tensor:
         """da `[S, D]`; dw of both linears go to the context."""
         ctx, width = self.ctx, self.ctx.size.ffn_dim
-        dy_TD = ctx.shard.enter(dy_SD)
+        dy_TD, (dy_TF,) = ctx.enter(dy_SD, linear_dx, ctx.weights[W_OUT])
         ctx.weight_gradient(W_OUT, dy_TD, self.y_TF)
         del self.y_TF
-        dy_TF = ctx.unit_node("d.ff.swiglu", ctx.call(linear_dx, dy_TD, ctx.weights[W_OUT]), width)
+        ctx.unit_node("d.ff.swiglu", dy_TF, width)
         dhidden = ctx.call(swiglu_backward, dy_TF, self.value_TF, self.gate_TF)
         del dy_TF, self.value_TF, self.gate_TF
         dvalue, dgate = dhidden.chunk(2, dim=-1)

@@ -45,6 +45,6 @@ class Linear:
         ctx, rows = self.ctx, shard.owner.rows
         dy = dy.to(self.w.dtype)
         roots = ctx.call(row_unit_product_roots, dy, self.x, at, rows, shard.row_units)
-        root = shard.sum_row_units(roots, accumulator(dy))
+        root = shard.sum_row_units(roots, accumulator(dy)).value()
         ctx.gradient(f"{self.name}.weight", root[:, :-1].contiguous())
         ctx.gradient(f"{self.name}.bias", root[:, -1].contiguous())

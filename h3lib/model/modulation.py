@@ -48,8 +48,8 @@ class Norm:
         ctx, name, x, r = self.ctx, self.weight, self.x, self.r
         del self.x, self.r
         ctx.slice_node(f"d.{self.name}.out", dh)
-        root = ctx.shard.sum_row_units(roots, ctx.dtype, ctx.observe_parameter(name))
-        ctx.gradient(name, root)
+        observe = ctx.observe_parameter(name)
+        ctx.coming[name] = ctx.shard.sum_row_units(roots, ctx.dtype, observe)
         return ctx.call(norm.rms_norm_backward, dh, x, ctx.weights[name], r, dx0)
 
 
@@ -115,7 +115,7 @@ class AdaLN:
         """
         ctx, shard, table = self.ctx, self.ctx.shard, self._table_shape()
         observe = ctx.observe("d.adaln.m", whole(table))
-        dm = shard.sum_row_units(roots, ctx.dtype, observe).view(len(self.s_ME), -1)
+        dm = shard.sum_row_units(roots, ctx.dtype, observe).value().view(len(self.s_ME), -1)
         ctx.node("d.adaln.m", dm.view(table))
 
         part = shard.feature_range(self.width)

@@ -62,12 +62,12 @@ class Refiner:
             de_TD = block.backward(de_TD)
         return de_TD
 
-    @property
-    def gradients(self) -> dict[str, Tensor]:
+    def take_gradients(self) -> dict[str, Tensor]:
+        """As `BlockContext.take_gradients`, by full names."""
         return {
             prefix + name: value
             for prefix, ctx in self.contexts.items()
-            for name, value in ctx.gradients.items()
+            for name, value in ctx.take_gradients().items()
         }
 
 

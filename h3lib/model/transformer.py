@@ -165,7 +165,7 @@ class Transformer:
         take = take or gradients.update
         if self.heads:
             dx, dtemb = self.heads.backward(dvideo, daudio)
-            take(self.heads.ctx.gradients)
+            take(self.heads.ctx.take_gradients())
         else:
             shape = (len(self.shard.slice_rows), self.size.hidden_size)
             dx = self.pipeline.receive_back(shape, torch.empty_like(self.temb, dtype=self.dtype))
@@ -183,7 +183,7 @@ class Transformer:
             self._node("d.temb", dtemb)
             take(self._time_embedding_backward(dtemb))
         given = self.embedders.backward(dx, input_gradients) if self.embedders else {}
-        take(self.embedders.gradients if self.embedders else {})
+        take(self.embedders.take_gradients() if self.embedders else {})
         if input_gradients:
             given = self._results(given, self.temb, GRADIENT, "d.", 0)
         return ModelGradients(gradients, given)

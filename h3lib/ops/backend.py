@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,6 +63,38 @@ def load_backend(name: str, device: str) -> None:
         raise BackendError(f"back end {name}", str(error), "an installed Triton") from error
 
 
+class Beside:
+    """Kernels that run beside products, one after the other; products leave them multiprocessors.
+
+    Where and when an element is made changes, never which additions make it.
+    """
+
+    def __init__(self):
+        self._held: dict[object, tuple[int, float]] = {}
+
+    def hold(self, owner: object, multiprocessors: int, flops: float) -> None:
+        """For the owner, while products of about so many operations run, or until `release`."""
+        self._held[owner] = multiprocessors, flops
+
+    def release(self, owner: object) -> None:
+        self._held.pop(owner, None)
+
+    def leave(self, flops: float) -> int:
+        """Multiprocessors that a product of so many operations, launched now, leaves free."""
+        most = max((held for held, _ in self._held.values()), default=0)
+        for owner, (held, left) in list(self._held.items()):
+            if left > flops:
+                self._held[owner] = held, left - flops
+                break
+            flops -= left
+            del self._held[owner]
+        return most
+
+
+BESIDE = Beside()
+"""Of this process."""
+
+
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
     """The dtype that sums of this tensor are kept in: FP32, or FP64 for the FP64 oracle."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -93,6 +125,13 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
     if not fits:
         accepted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
         raise OperandError(f"shape of {name}", tuple(tensor.shape), accepted)
+
+
+def check_out(out: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """**Raises:** OperandError unless a result of this shape and dtype can be made in `out`."""
+    check_shape("out", out, *shape)
+    if out.dtype != dtype or not out.is_contiguous():
+        raise OperandError("out", (out.dtype, out.stride()), f"{dtype}, contiguous")
 
 
 def check_shapes(**operands: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import NUM_SEQUENCE_UNITS, OperandError, RowUnits
-from h3lib.ops.backend import accumulator, check_operands, check_shape, op
+from h3lib.ops.backend import accumulator, check_operands, check_out, check_shape, op
 from h3lib.ops.tree import partial_roots
 
 
@@ -44,11 +44,22 @@ def chain(a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
     return into
 
 
+def _made(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result, in `out` if that is given."""
+    if out is None:
+        return result
+    check_out(out, result.shape, result.dtype)
+    return out.copy_(result)
+
+
 @op
-def linear_forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_forward(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """y = x @ w^T + bias, the reduced axis whole on this rank (column-parallel or replicated).
 
-    x `[T, K]`, w `[N, K]` (local `[N_local, K]`), bias `[N]`; y `[T, N]` in x's dtype.
+    x `[T, K]`, w `[N, K]` (local `[N_local, K]`), bias `[N]`; y `[T, N]` in x's dtype, made in
+    `out` if that is given.
 
     **Order:** chain over K, then the bias. **Rounds:** once, to x's dtype.
     """
@@ -62,28 +73,32 @@ def linear_forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     y = chain(x, w.transpose(0, 1))
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype)
+    return _made(y.to(x.dtype), out)
 
 
 @op
-def linear_dx(dy: Tensor, w: Tensor) -> Tensor:
+def linear_dx(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     """dx = dy @ w, the outputs whole on this rank (row-parallel or replicated).
 
-    dy `[T, N]`, w `[N, K]` (local `[N, K_local]`); dx `[T, K]` in dy's dtype.
+    dy `[T, N]`, w `[N, K]` (local `[N, K_local]`); dx `[T, K]` in dy's dtype, made in `out` if that
+    is given.
 
     **Order:** chain over N. **Rounds:** once, to dy's dtype.
     """
     check_operands(dy=dy, w=w)
     check_shape("w", w, dy.shape[-1], None)
-    return chain(dy, w).to(dy.dtype)
+    return _made(chain(dy, w).to(dy.dtype), out)
 
 
 @op
-def unit_tree_roots(parts: list[tuple[Tensor, Tensor]], units: range, num_units: int) -> Tensor:
+def unit_tree_roots(
+    parts: list[tuple[Tensor, Tensor]], units: range, num_units: int, out: Tensor | None = None
+) -> Tensor:
     """Roots of sum_parts a @ b, the reduced axis cut into feature units, of which `units` are here.
 
-    Each part is (a `[T, K_local]`, b `[K_local, N]`); result `[R, T, N]`, R maximal subtree roots.
-    One part is to_out or ff-down; three are dx of q, k, v; two are dx of value and gate.
+    Each part is (a `[T, K_local]`, b `[K_local, N]`); result `[R, T, N]`, R maximal subtree roots,
+    made in `out` if that is given. One part is to_out or ff-down; three are dx of q, k, v; two are
+    dx of value and gate.
 
     **Order:** leaf j = one chain over block j of the first part, then of the next; leaves in the
     unit tree. **Rounds:** nothing.
@@ -113,7 +128,7 @@ def unit_tree_roots(parts: list[tuple[Tensor, Tensor]], units: range, num_units:
             total = chain(a[:, block], b[block], into=total)
         return total
 
-    return partial_roots(leaf, units, num_units)
+    return _made(partial_roots(leaf, units, num_units), out)
 
 
 @op

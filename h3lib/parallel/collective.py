@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.parallel.transport import Call, Cuts, Level, LocalTransport, Slice, num_roots
+from h3lib.parallel.later import Later
+from h3lib.parallel.transport import (
+    Call,
+    Cuts,
+    Level,
+    LocalTransport,
+    Slice,
+    num_roots,
+)
 
 Observe = Callable[[Tensor, int], None]
 """Called with the FP32 root of a slice of the flattened result, and where the slice starts."""
@@ -40,6 +48,12 @@ class Collective(abc.ABC):
     rank: int
     size: int
     level: Level
+    overlaps = False
+    """As `Level.overlaps`."""
+
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """As `Level.later`, of `run`, which calls this collective."""
+        return Later(run())
 
     @_heard
     def all_gather_rows(self, x: Tensor, cuts: Cuts) -> Tensor:
@@ -72,9 +86,16 @@ class Collective(abc.ABC):
 
     @_heard
     def all_reduce(
-        self, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype, observe: Observe | None = None
+        self,
+        roots: Tensor,
+        leaf_cuts: Cuts,
+        dtype: torch.dtype,
+        observe: Observe | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Sum of all leaves on every rank: roots `[R, ...]` of this rank to `[...]` in `dtype`.
+
+        The result is made in `out` (contiguous) if that is given.
 
         **Order:** the tree over `leaf_cuts[-1]` leaves. **Rounds:** once, to `dtype`, after the
         root. **Raises:** OperandError if the roots are not those of this rank's leaves.
@@ -82,11 +103,12 @@ class Collective(abc.ABC):
         flat = self._flat(roots, leaf_cuts)
         call = _reduction("all_reduce", roots, leaf_cuts, dtype)
         slices = self._slices(flat.shape[1], leaf_cuts)
+        flat_out = None if out is None else out.view(-1)
         if observe is None:
-            result = self._finish_all(flat, leaf_cuts, slices, dtype, call)
+            result = self._finish_all(flat, leaf_cuts, slices, dtype, call, flat_out)
         else:
             part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-            result = self._gather_slices(part, slices, call)
+            result = self._gather_slices(part, slices, call, flat_out)
         return result.view(roots.shape[1:])
 
     @_heard
@@ -97,18 +119,20 @@ class Collective(abc.ABC):
         row_cuts: Cuts,
         dtype: torch.dtype,
         observe: Observe | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's rows of the sum of all leaves: roots `[R, T, ...]` to `[T_local, ...]`.
 
-        `row_cuts` count from the first row of the roots. **Order:**, **Rounds:**, **Raises:** as
-        `all_reduce`.
+        `row_cuts` count from the first row of the roots; `out` as `all_reduce`.
+
+        **Order:**, **Rounds:**, **Raises:** as `all_reduce`.
         """
         flat = self._flat(roots, leaf_cuts)
         row = roots.shape[2:].numel()
         slices = [(a * row, b * row) for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
         call = _reduction("reduce_scatter_rows", roots, leaf_cuts, dtype)
         call = replace(call, row_cuts=tuple(row_cuts))
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
+        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe, out)
         return part.view(-1, *roots.shape[2:])
 
     def _finish(
@@ -119,20 +143,31 @@ class Collective(abc.ABC):
         dtype: torch.dtype,
         call: Call,
         observe: Observe | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's slice of the sum, rounded; whoever observes it sees it before that."""
         if observe is None:
-            return self._root(flat, leaf_cuts, slices, dtype, call)
-        root = self._root(flat, leaf_cuts, slices, flat.dtype, call)
-        observe(root, slices[self.rank][0])
-        return root.to(dtype)
+            part = self._root(flat, leaf_cuts, slices, dtype, call, out)
+        else:
+            part = self._root(flat, leaf_cuts, slices, flat.dtype, call)
+            observe(part, slices[self.rank][0])
+            part = part.to(dtype)
+        if out is None or part.data_ptr() == out.data_ptr():
+            return part
+        return out.view(-1).copy_(part)
 
     def _finish_all(
-        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
     ) -> Tensor:
-        """All of the sum, rounded, on every rank."""
+        """All of the sum, rounded, on every rank, in `out` if that is given."""
         part = self._root(flat, leaf_cuts, slices, dtype, call)
-        return self._gather_slices(part, slices, call)
+        return self._gather_slices(part, slices, call, out)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -152,12 +187,16 @@ class Collective(abc.ABC):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank."""
+        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank; it may
+        be made in `out`."""
 
     @abc.abstractmethod
-    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        """All elements from the ranks' slices."""
+    def _gather_slices(
+        self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
+    ) -> Tensor:
+        """All elements from the ranks' slices, in `out` if that is given."""
 
     @abc.abstractmethod
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
@@ -174,6 +213,10 @@ class TreeCollective(Collective):
     def __init__(self, transport: Level):
         self.transport = self.level = transport
         self.rank, self.size = transport.rank, transport.size
+        self.overlaps = transport.overlaps
+
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        return self.transport.later(run, num_bytes)
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
@@ -186,17 +229,26 @@ class TreeCollective(Collective):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
         parts = [[part] for part in slices]
-        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call)[0]
+        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call, out)[0]
 
     def _finish_all(
-        self, flat: Tensor, leaf_cuts: Cuts, slices: list[Slice], dtype: torch.dtype, call: Call
+        self,
+        flat: Tensor,
+        leaf_cuts: Cuts,
+        slices: list[Slice],
+        dtype: torch.dtype,
+        call: Call,
+        out: Tensor | None,
     ) -> Tensor:
-        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call)
+        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call, out)
 
-    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return self.transport.gather_slices(part, slices, call)
+    def _gather_slices(
+        self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
+    ) -> Tensor:
+        return self.transport.gather_slices(part, slices, call, out)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -44,6 +44,7 @@ class RingControl(TreeCollective):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
         start, stop = slices[self.rank]
         shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]

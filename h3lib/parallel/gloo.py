@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import math
 import os
 import time
 from collections import Counter
@@ -16,18 +17,10 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from h3lib.contract import OperandError, PeerError
+from h3lib.parallel.agreement import Call, Shape, check_calls, check_exchange, most_common
 from h3lib.parallel.membership import Hold, Members, Place, Verdicts
 from h3lib.parallel.place import own_place
-from h3lib.parallel.transport import (
-    Call,
-    Shape,
-    Transport,
-    check_calls,
-    check_exchange,
-    most_common,
-    pack_bytes,
-    unpack_bytes,
-)
+from h3lib.parallel.transport import Transport
 
 _generation = itertools.count()
 _NO_MEMORY = ("out of memory", "memory for its parts")
@@ -283,3 +276,20 @@ def launched() -> bool:
 def world_size() -> int:
     """How many ranks the launcher started."""
     return own_place().num_ranks
+
+
+def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """The parts' bytes, one after the other, on the device."""
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([part.to(device) for part in flat])
+
+
+def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:
+    """The inverse of `pack_bytes`, on the device and in the dtype of `like`."""
+    sizes = [math.prod(shape) * like.element_size() for shape in shapes]
+    pieces = data.split(sizes)
+    return [
+        # a copy starts on its own allocation, aligned for any dtype
+        piece.clone().view(like.dtype).reshape(shape).to(like.device)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]

@@ -41,6 +41,7 @@ class HierarchicalCollective(Collective):
         slices: list[Slice],
         dtype: torch.dtype,
         call: Call,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The node's subtree roots of the slices handled here, then the tree over the nodes."""
         wanted = [self._wanted(slices, local_rank) for local_rank in range(self.local.size)]
@@ -53,14 +54,16 @@ class HierarchicalCollective(Collective):
         equals = range(self.local.rank, self.size, self.local.size)
         parts = [[at[slices[rank]]] for rank in equals]
         node_cuts = leaf_cuts[:: self.local.size]
-        return self.nodes.finish(node_roots, node_cuts, 0, parts, dtype, call)[0]
+        return self.nodes.finish(node_roots, node_cuts, 0, parts, dtype, call, out)[0]
 
     def _wanted(self, slices: list[Slice], local_rank: int) -> list[Slice]:
         """Slices that the equal local ranks of all nodes finish, each once."""
         return list(dict.fromkeys(slices[local_rank :: self.local.size]))
 
-    def _gather_slices(self, part: Tensor, slices: list[Slice], call: Call) -> Tensor:
-        return self.local.gather_slices(part, slices[: self.local.size], call)
+    def _gather_slices(
+        self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None
+    ) -> Tensor:
+        return self.local.gather_slices(part, slices[: self.local.size], call, out)
 
     def _gather(self, flat: Tensor, cuts: Cuts, call: Call) -> Tensor:
         """Between nodes first, where a rank sends its own part alone, then inside the node."""

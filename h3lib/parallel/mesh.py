@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from h3lib.layout import Layout
 from h3lib.parallel.collective import Collective, LocalCollective, TreeCollective
 from h3lib.parallel.hierarchical import HierarchicalCollective
+from h3lib.parallel.overlap import AS_SUITS, Chunks
 from h3lib.parallel.pipeline import Pipeline
 from h3lib.parallel.transport import Level
 
@@ -29,6 +30,7 @@ class Mesh:
     cp: Collective
     rows: Collective
     pp: Pipeline
+    chunks: Chunks = AS_SUITS
 
 
 def local_mesh() -> Mesh:
@@ -36,10 +38,13 @@ def local_mesh() -> Mesh:
     return Mesh(*(LocalCollective() for _ in range(3)), Pipeline())
 
 
-def build_mesh(layout: Layout, rank: int, connect: Connect) -> Mesh:
-    """The collectives of `rank`, hierarchical where a group has several ranks on several nodes."""
+def build_mesh(
+    layout: Layout, rank: int, connect: Connect, chunks: Chunks = AS_SUITS
+) -> Mesh:
+    """The collectives of `rank`, hierarchical where a group has several ranks on several nodes;
+    `chunks` says how products are cut that share their time with a collective."""
     axes = (_collective(layout, axis, rank, connect) for axis in _axes(layout, rank))
-    return Mesh(*axes, _pipeline(layout, rank, connect))
+    return Mesh(*axes, _pipeline(layout, rank, connect), chunks)
 
 
 def _pipeline(layout: Layout, rank: int, connect: Connect) -> Pipeline:

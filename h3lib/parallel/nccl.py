@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from h3lib.parallel.gloo import GlooTransport, GlooWorld
-from h3lib.parallel.transport import Shape, pack_bytes, unpack_bytes
+from h3lib.parallel.gloo import GlooTransport, GlooWorld, pack_bytes, unpack_bytes
+from h3lib.parallel.transport import Shape
 
 
 class NcclTransport(GlooTransport):
@@ -61,6 +61,10 @@ class NcclLibrary:
 
     def all_reduce(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
+
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        """Begins; the current stream waits for the end when `wait` of the result is called."""
+        return dist.all_reduce(x, group=self.group, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         _renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=self.group)

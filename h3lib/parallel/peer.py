@@ -28,8 +28,11 @@ from torch import Tensor
 
 from h3lib.contract import CONTRACT_ID, OperandError, PeerError
 from h3lib.ops.hopper.compat import require_triton
+from h3lib.parallel.agreement import check_calls
 from h3lib.parallel.gloo import GlooTransport, check_same
+from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
+from h3lib.parallel.peer_lane import LANE_BYTES, LANE_CHANNELS, Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
 from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
 from h3lib.parallel.peer_steps import PeerSteps, capturing
@@ -39,7 +42,6 @@ from h3lib.parallel.transport import (
     Cuts,
     Level,
     Slice,
-    check_calls,
 )
 
 CAPACITY_BYTES = 64 << 20  # of a slot of all channels; there are two
@@ -76,6 +78,7 @@ class PeerTree(Level):
         self.timeout_s = control.world.timeout_s if timeout_s is None else timeout_s
         self._stream, self._steps, self._calls = None, None, {}
         self.shape = shape or Shape()
+        self._lane: Lane | None = None
         if self.size > MAX_PEERS.value:
             raise PeerError("ranks of a peer group", self.size, f"at most {MAX_PEERS.value}")
         try:
@@ -86,6 +89,7 @@ class PeerTree(Level):
             )
         except PeerError as error:
             raise self.world.fail(error) from None
+        self.overlaps = self._steps.device.type == "cuda"
 
     def _fingerprint(self, capacity_bytes: int) -> dict[str, object]:
         return {
@@ -131,22 +135,43 @@ class PeerTree(Level):
             return [(0, num_elements)] * self.size
         return super().slices(num_elements, num_roots)
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
-        call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))
-        return self._guarded(call, lambda steps: self._gather(steps, part, lengths, call))
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """As `Level.later`, on a stream of its own; `checked` calls are checked by `value`."""
+        small = num_bytes < LANE_BYTES and not (self._lane and self._lane.busy)
+        if small or not self.overlaps:
+            return Later(run())
+        self._lane, steps = self._lane or Lane(self._settle), self._open_steps()
+        steps.channels = min(LANE_CHANNELS, self.shape.channels)
+        try:
+            return self._lane.later(run, lambda: sum(steps.bytes_sent))
+        finally:
+            steps.channels = self.shape.channels
 
-    def _gather(
-        self, steps: PeerSteps, part: Tensor, lengths: Sequence[int], call: Call
+    def _settle(self) -> None:
+        if self.checked and not capturing():
+            self.check("a collective beside products")
+
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        source = self._operand(part, call)
-        if len(source) != lengths[self.rank]:
-            raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
-        ends = list(itertools.accumulate(lengths, initial=0))
-        out = torch.empty(ends[-1], dtype=part.dtype, device=part.device)
-        slices = tuple(zip(ends, ends[1:], strict=False))
-        work = Work(slices, part.element_size(), gather=True)
-        steps.gather(work, source, out, self._named(call, work))
-        return out
+        call = call or Call("gather", (sum(lengths),), str(part.dtype), cuts=tuple(lengths))
+
+        def run(steps: PeerSteps) -> Tensor:
+            source = self._operand(part, call)
+            if len(source) != lengths[self.rank]:
+                raise OperandError(f"part of rank {self.rank}", len(source), lengths[self.rank])
+            ends = list(itertools.accumulate(lengths, initial=0))
+            whole = part.new_empty(ends[-1]) if out is None else out
+            slices = tuple(zip(ends, ends[1:], strict=False))
+            work = Work(slices, part.element_size(), gather=True)
+            steps.gather(work, source, whole, self._named(call, work))
+            return whole
+
+        return self._guarded(call, run)
 
     def finish(
         self,
@@ -156,33 +181,25 @@ class PeerTree(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
         OperandError also for roots that are not FP32."""
         call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
-        return self._guarded(
-            call, lambda steps: self._finish(steps, flat, cuts, first, parts, dtype, call)
-        )
 
-    def _finish(
-        self,
-        steps: PeerSteps,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call,
-    ) -> Tensor:
-        """One launch for each of the slices that a rank finishes; a rank may have fewer."""
-        source, work = self._roots(flat, cuts, first, dtype, call)
-        own = [stop - start for start, stop in parts[self.rank]]
-        out = torch.empty(len(work.programs), sum(own), dtype=dtype, device=flat.device)
-        for k in range(max(map(len, parts))):
-            slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
-            step = replace(work, slices=slices)
-            steps.reduce(step, source, out, sum(own[:k]), self._named(call, step))
-        return out
+        def run(steps: PeerSteps) -> Tensor:
+            """One launch for each of the slices that a rank finishes; a rank may have fewer."""
+            source, work = self._roots(flat, cuts, first, dtype, call)
+            own = [stop - start for start, stop in parts[self.rank]]
+            shape = len(work.programs), sum(own)
+            found = flat.new_empty(shape, dtype=dtype) if out is None else out.view(shape)
+            for k in range(max(map(len, parts))):
+                slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
+                step = replace(work, slices=slices)
+                steps.reduce(step, source, found, sum(own[:k]), self._named(call, step))
+            return found
+
+        return self._guarded(call, run)
 
     def finish_all(
         self,
@@ -191,28 +208,20 @@ class PeerTree(Level):
         slices: Sequence[Slice],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As `Level.finish_all`, the gather of one chunk beside the finish of the next."""
         call = call or Call("finish_all", (flat.shape[1],), str(flat.dtype), str(dtype))
-        return self._guarded(
-            call, lambda steps: self._finish_all(steps, flat, cuts, slices, dtype, call)
-        )
 
-    def _finish_all(
-        self,
-        steps: PeerSteps,
-        flat: Tensor,
-        cuts: Cuts,
-        slices: Sequence[Slice],
-        dtype: torch.dtype,
-        call: Call,
-    ) -> Tensor:
-        source, work = self._roots(flat, cuts, 0, dtype, call)
-        two_shot = self.size > 1 and len(set(slices)) > 1
-        work = replace(work, slices=tuple(slices), gather=two_shot)
-        out = torch.empty(1, flat.shape[1], dtype=dtype, device=flat.device)
-        steps.reduce(work, source, out, slices[self.rank][0], self._named(call, work))
-        return out[0]
+        def run(steps: PeerSteps) -> Tensor:
+            source, work = self._roots(flat, cuts, 0, dtype, call)
+            two_shot = self.size > 1 and len(set(slices)) > 1
+            work = replace(work, slices=tuple(slices), gather=two_shot)
+            total = flat.new_empty(flat.shape[1], dtype=dtype) if out is None else out
+            steps.reduce(work, source, total[None], slices[self.rank][0], self._named(call, work))
+            return total
+
+        return self._guarded(call, run)
 
     def _roots(
         self, flat: Tensor, cuts: Cuts, first: int, dtype: torch.dtype, call: Call
@@ -247,7 +256,10 @@ class PeerTree(Level):
         steps = self._open_steps()
         with self.heard(call.name):
             result = run(steps)
-        if self.checked and not capturing():
+        home = self._lane and self._lane.home
+        if home is not None:  # checked when its value is asked for
+            result.record_stream(home)
+        elif self.checked and not capturing():
             self._check(steps, call)
         return result
 
@@ -256,6 +268,8 @@ class PeerTree(Level):
         device = self._steps.device
         if tensor.device != device:
             raise OperandError(f"device of {call.name}", str(tensor.device), str(device))
+        if self._lane is not None and self._lane.home is None:
+            self._lane.join_all()
         if device.type == "cuda" and not capturing():
             stream = torch.cuda.current_stream()
             if self._stream is not None and stream != self._stream:

@@ -7,6 +7,7 @@ units; norm weights are replicated. Parameter names are those of the diffusers c
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from h3lib.contract import PUBLISHED, Contract, LayoutError, RowsError
 from h3lib.layout import Layout, Ownership, Region, whole
-from h3lib.parallel.collective import Observe
+from h3lib.parallel.collective import Collective, Observe
+from h3lib.parallel.later import Later
 from h3lib.parallel.mesh import Mesh, local_mesh
+from h3lib.parallel.overlap import ColumnProduct, RowProduct, gather_products, reduce_product
 from h3lib.rows import LogicalRows
 
 REPLICATED, COLUMN, ROW = "replicated", "column-parallel", "row-parallel"
@@ -122,34 +125,47 @@ class SeqShard:
             return self.shard_rows
         return _part(self.owner.slice_row_cuts(self.cp_rank), self.tp_rank)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Rows into a column-parallel product: slice `[T_slice, ...]` to shard `[T_shard, ...]`.
+    def enter(
+        self, x: Tensor, products: Sequence[ColumnProduct]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Rows into column-parallel products: slice `[T_slice, ...]` to shard `[T_shard, ...]`,
+        and the products of the shard's rows.
 
-        An all-gather over tp under SP, else nothing.
+        An all-gather over tp under SP, while the products of the slice's rows are made; else
+        nothing moves.
         """
         if not self.owner.layout.sp:
-            return x
-        return self.mesh.tp.all_gather_rows(x, self.owner.slice_row_cuts(self.cp_rank))
+            return x, [product.make(x, None) for product in products]
+        cuts = self.owner.slice_row_cuts(self.cp_rank)
+        return gather_products(self.mesh.tp, x, cuts, products, self.mesh.chunks)
 
-    def leave(self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None) -> Tensor:
-        """Rows out of a row-parallel product: roots `[R, T_shard, D]` to `[T_slice, D]`.
+    def leave(
+        self, product: RowProduct, dtype: torch.dtype, observe: Observe | None = None
+    ) -> Tensor:
+        """Rows out of a row-parallel product of the shard's rows: `[T_slice, D]`.
 
-        A tree reduce-scatter over tp under SP, else a tree all-reduce.
+        A tree reduce-scatter over tp under SP, else a tree all-reduce, beside the product itself
+        where the level can.
 
         **Order:** unit tree over feature units. **Rounds:** once, to `dtype`.
         """
-        cuts = self.owner.feature_cuts()
-        if not self.owner.layout.sp:
-            return self.mesh.tp.all_reduce(roots, cuts, dtype, observe)
-        first = self.shard_rows.start
-        row_cuts = [row - first for row in self.owner.slice_row_cuts(self.cp_rank)]
-        return self.mesh.tp.reduce_scatter_rows(roots, cuts, row_cuts, dtype, observe)
+        row_cuts = None
+        if self.owner.layout.sp:
+            first = self.shard_rows.start
+            row_cuts = [row - first for row in self.owner.slice_row_cuts(self.cp_rank)]
+        cuts, mesh = self.owner.feature_cuts(), self.mesh
+        return reduce_product(mesh.tp, product, cuts, dtype, row_cuts, observe, mesh.chunks)
 
-    def gather_sequence(self, x: Tensor) -> Tensor:
-        """All rows in logical order: `[T_shard, ...]` to `[T, ...]`, an all-gather over cp."""
+    def gather_sequence(self, x: Tensor) -> Later:
+        """All rows in logical order: `[T_shard, ...]` to `[T, ...]`, an all-gather over cp, beside
+        what follows until the value is asked for."""
         if self.owner.layout.cp == 1:
-            return x
-        return self.mesh.cp.all_gather_rows(x, self.owner.shard_row_cuts())
+            return Later(x)
+        cp, cuts = self.mesh.cp, self.owner.shard_row_cuts()
+        return self._later(cp, lambda: cp.all_gather_rows(x, cuts), x)
+
+    def _later(self, axis: Collective, run: Callable[[], Tensor], operand: Tensor) -> Later:
+        return axis.later(run, operand.nbytes) if self.mesh.chunks.beside else Later(run())
 
     def sum_feature_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
@@ -159,15 +175,18 @@ class SeqShard:
 
     def sum_sequence_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
-    ) -> Tensor:
-        """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank."""
-        return self.mesh.cp.all_reduce(roots, self.owner.sequence_cuts(), dtype, observe)
+    ) -> Later:
+        """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank, beside
+        what follows until the value is asked for."""
+        cp, cuts = self.mesh.cp, self.owner.sequence_cuts()
+        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe), roots)
 
     def sum_row_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
-    ) -> Tensor:
-        """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank."""
-        return self.mesh.rows.all_reduce(roots, self.owner.row_unit_cuts(), dtype, observe)
+    ) -> Later:
+        """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank, as before."""
+        rows, cuts = self.mesh.rows, self.owner.row_unit_cuts()
+        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe), roots)
 
     def feature_range(self, width: int) -> range:
         """This rank's part of a feature axis of global `width`."""

@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import math
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import PeerError, subtree_roots
 from h3lib.ops.tree import root_nodes, tree_sum
+from h3lib.parallel.agreement import Call, Shape, check_calls, check_exchange
+from h3lib.parallel.later import Later
 
 Cuts = Sequence[int]
-Shape = tuple[int, ...]
 Slice = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What every rank of a group must have asked for alike; `shape` and `cuts` are global."""
-
-    name: str
-    shape: Shape = ()
-    dtype: str = ""
-    result: str = ""
-    cuts: tuple[int, ...] = ()
-    row_cuts: tuple[int, ...] = ()
 
 
 class Level(abc.ABC):
@@ -44,6 +32,13 @@ class Level(abc.ABC):
     size: int
     unit = 1
     """Elements: slices begin at multiples."""
+    overlaps = False
+    """Whether collectives of `later` run beside what is launched after them."""
+
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """`run`, which calls collectives of this level, beside what follows if the level can and
+        `num_bytes` are worth it; other collectives of the level come after it, as ever."""
+        return Later(run())
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
         """For each rank the slice of the elements that it finishes in an all-reduce."""
@@ -55,8 +50,16 @@ class Level(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
-        """The parts `[lengths[r]]` of every rank, one after the other. **Raises:** as `finish`."""
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The parts `[lengths[r]]` of every rank, one after the other, in `out` if that is given.
+
+        **Raises:** as `finish`."""
 
     @abc.abstractmethod
     def finish(
@@ -67,12 +70,13 @@ class Level(abc.ABC):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The group's maximal subtree roots, of this rank's elements: `[R, n]` to `[S, n_local]`.
 
         The members own the leaves `[cuts[first + r], cuts[first + r + 1])`; `flat` holds this
         rank's subtree roots, and `parts[r]` the slices of the n elements that rank r finishes.
-        `call` says on whose behalf.
+        `call` says on whose behalf; `out` is contiguous memory for the result.
 
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
@@ -86,23 +90,29 @@ class Level(abc.ABC):
         slices: Sequence[Slice],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The root over all leaves on every rank of a group that owns them all: `[R, n]` to `[n]`.
 
         Rank r finishes `slices[r]`, then they are gathered, unless each has finished everything.
+        `out` as `finish`.
 
         **Order:**, **Rounds:**, **Raises:** as `finish`.
         """
         part = self.finish(flat, cuts, 0, [[piece] for piece in slices], dtype, call)[0]
-        return self.gather_slices(part, slices, call)
+        return self.gather_slices(part, slices, call, out)
 
     def gather_slices(
-        self, part: Tensor, slices: Sequence[Slice], call: Call | None = None
+        self,
+        part: Tensor,
+        slices: Sequence[Slice],
+        call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """All elements from the slices of the ranks; nothing moves if each has them all."""
         if self.size > 1 and len(set(slices)) == 1:
-            return part
-        return self.gather(part, [stop - start for start, stop in slices], call)
+            return part if out is None else out.copy_(part)
+        return self.gather(part, [stop - start for start, stop in slices], call, out)
 
 
 class Transport(Level):
@@ -120,9 +130,15 @@ class Transport(Level):
         one rank sends is not what its peer expects, or a peer fails or does not answer in time.
         """
 
-    def gather(self, part: Tensor, lengths: Sequence[int], call: Call | None = None) -> Tensor:
+    def gather(
+        self,
+        part: Tensor,
+        lengths: Sequence[int],
+        call: Call | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         shapes = [(length,) for length in lengths]
-        return torch.cat(self.exchange([part] * self.size, shapes, call))
+        return torch.cat(self.exchange([part] * self.size, shapes, call), out=out)
 
     def finish(
         self,
@@ -132,6 +148,7 @@ class Transport(Level):
         parts: Sequence[Sequence[Slice]],
         dtype: torch.dtype,
         call: Call | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         length = sum(stop - start for start, stop in parts[self.rank])
         roots = self.exchange(
@@ -143,7 +160,8 @@ class Transport(Level):
         spans = group_spans(cuts, first, self.size)
         if not spans:  # a node without leaves
             return flat.new_empty(0, length, dtype=dtype)
-        return torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
+        result = torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
+        return result if out is None else out.view_as(result).copy_(result)
 
 
 class LocalTransport(Transport):
@@ -160,7 +178,12 @@ class LocalTransport(Transport):
 
 def num_roots(cuts: Cuts, owner: int) -> int:
     """How many maximal subtree roots the owner's leaves have."""
-    return len(subtree_roots(cuts[owner], cuts[owner + 1], cuts[-1]))
+    return _num_roots(cuts[owner], cuts[owner + 1], cuts[-1])
+
+
+@functools.lru_cache(4096)
+def _num_roots(start: int, stop: int, num_leaves: int) -> int:
+    return len(subtree_roots(start, stop, num_leaves))
 
 
 def group_spans(cuts: Cuts, first: int, size: int) -> tuple[range, ...]:
@@ -173,59 +196,6 @@ def even_slices(num_elements: int, num_slices: int, unit: int = 1) -> list[Slice
     units = -(-num_elements // unit)
     cuts = [min(units * i // num_slices * unit, num_elements) for i in range(num_slices + 1)]
     return list(zip(cuts[:-1], cuts[1:], strict=True))
-
-
-def most_common(values: Sequence[object]) -> int:
-    """Place of the value that most have; the first of several."""
-    return max(range(len(values)), key=lambda place: (values.count(values[place]), -place))
-
-
-def check_calls(calls: Sequence[Call | None], ranks: Sequence[int] | None = None) -> None:
-    """**Raises:** PeerError for the first rank whose call is not that of most of the group.
-
-    `ranks` are the global ranks of the group, for the message. Every rank evaluates the same list,
-    so every rank raises the same error.
-    """
-    usual, names = most_common(calls), _names(ranks, len(calls))
-    expected, of_usual = calls[usual], names[usual]
-    wanted = expected and expected.name
-    for rank, call in zip(names, calls, strict=True):
-        if call == expected:
-            continue
-        name = call and call.name
-        if name != wanted:
-            raise PeerError(f"collective on {rank}", name, f"{wanted!r} as on {of_usual}")
-        for field in fields(Call):
-            here, there = getattr(expected, field.name), getattr(call, field.name)
-            if here != there:
-                subject = f"{field.name} of {name} on {rank}"
-                raise PeerError(subject, there, f"{here!r} as on {of_usual}")
-
-
-def check_exchange(
-    sent: list[list[tuple]], expected: list[list[Shape]], ranks: Sequence[int] | None = None
-) -> None:
-    """**Raises:** PeerError for the first (source, destination) whose tensors do not agree.
-
-    `sent[s][d]` is (shape, dtype) of what s sends to d; `expected[d][s]` the shape d expects.
-    Every rank evaluates the same tables, so every rank raises the same error.
-    """
-    names = _names(ranks, len(sent))
-    dtypes = {entry[1] for row in sent for entry in row}
-    if len(dtypes) > 1:
-        raise PeerError("dtypes of one exchange", sorted(dtypes), "one dtype on every rank")
-    for source, row in enumerate(sent):
-        for destination, (shape, _) in enumerate(row):
-            want = tuple(expected[destination][source])
-            if shape != want:
-                subject = f"shape sent by {names[source]} to {names[destination]}"
-                raise PeerError(subject, shape, want)
-
-
-def _names(ranks: Sequence[int] | None, size: int) -> list[str]:
-    if ranks is None:
-        return [f"rank {place} of the group" for place in range(size)]
-    return [f"rank {rank}" for rank in ranks]
 
 
 class ThreadWorld:
@@ -328,20 +298,3 @@ class ThreadTransport(Transport):
         sent = [[(tuple(part.shape), str(part.dtype)) for part in row] for row, *_ in posted]
         check_exchange(sent, [expected for _, expected, _ in posted])
         return [row[self.rank] for row, *_ in posted]
-
-
-def pack_bytes(parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
-    """The parts' bytes, one after the other, on the device."""
-    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
-    return torch.cat([part.to(device) for part in flat])
-
-
-def unpack_bytes(data: Tensor, shapes: Sequence[Shape], like: Tensor) -> list[Tensor]:
-    """The inverse of `pack_bytes`, on the device and in the dtype of `like`."""
-    sizes = [math.prod(shape) * like.element_size() for shape in shapes]
-    pieces = data.split(sizes)
-    return [
-        # a copy starts on its own allocation, aligned for any dtype
-        piece.clone().view(like.dtype).reshape(shape).to(like.device)
-        for piece, shape in zip(pieces, shapes, strict=True)
-    ]

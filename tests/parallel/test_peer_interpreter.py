@@ -18,6 +18,7 @@ from h3lib.ops.tree import partial_roots
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.hierarchical import HierarchicalCollective
+from h3lib.parallel.overlap import Chunks, RowProduct, reduce_product
 from h3lib.parallel.transport import ThreadWorld
 
 triton = pytest.importorskip("triton")
@@ -75,6 +76,9 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
         rows, cuts = [0, 0, 7, 8, 61], CUTS["uneven"]
         roots = roots_of(leaves_of(3, 8, 61, 5), cuts, rank)
         found[f"{name} rows"] = collective.reduce_scatter_rows(roots, cuts, rows, F32)
+        roots = roots_of(leaves_of(5, 8, 61, 8), cuts, rank)
+        for row_cuts in (None, rows):
+            found[f"{name} product {row_cuts}"] = in_chunks(collective, roots, cuts, row_cuts)
         for dtype in (BF16, torch.int64, torch.bool):
             whole = (leaves_of(4, 61, 6) * 100).to(dtype)
             part = whole[rows[rank] : rows[rank + 1]]
@@ -82,6 +86,14 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
             columns = part.movedim(0, -1)
             found[f"{name} columns {dtype}"] = collective.all_gather_columns(columns, rows)
     return found
+
+
+def in_chunks(collective, roots, cuts, row_cuts) -> torch.Tensor:
+    def make(ranges) -> torch.Tensor:
+        return torch.cat([roots[:, rows.start : rows.stop] for rows in ranges], dim=1)
+
+    product = RowProduct(*roots.shape[1:], 1, make)
+    return reduce_product(collective, product, cuts, F32, row_cuts, chunks=Chunks(25))
 
 
 def error_of(function, *args) -> str:

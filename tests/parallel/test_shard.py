@@ -14,6 +14,7 @@ from h3lib.model.block import block_parameters
 from h3lib.model.weights import parameters
 from h3lib.ops.tree import partial_roots
 from h3lib.parallel.mesh import build_mesh, local_mesh
+from h3lib.parallel.overlap import AS_SUITS, Chunks, ColumnProduct, RowProduct
 from h3lib.parallel.shard import (
     COLUMN,
     GATED_COLUMN,
@@ -41,12 +42,20 @@ def shards(layout: Layout, num_rows: int, contract: Contract = SMALL) -> list[Se
     return [SeqShard(owner, rank, local_mesh()) for rank in range(layout.num_ranks)]
 
 
-def play(layout: Layout, num_rows: int, function, contract: Contract = SMALL) -> list:
+def play(
+    layout: Layout, num_rows: int, function, contract: Contract = SMALL, chunks: Chunks = AS_SUITS
+) -> list:
     """function(shard) on every rank of a thread world."""
     owner, world = Ownership.of(layout, num_rows, contract), ThreadWorld(layout.num_ranks, 20)
-    return world.run(
-        lambda rank: function(SeqShard(owner, rank, build_mesh(layout, rank, world.connect)))
-    )
+
+    def mesh(rank: int):
+        return build_mesh(layout, rank, world.connect, chunks)
+
+    return world.run(lambda rank: function(SeqShard(owner, rank, mesh(rank))))
+
+
+def double(rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return torch.mul(rows, 2, out=out)
 
 
 def test_placement_of_every_parameter_of_a_block():
@@ -194,16 +203,23 @@ def test_rows_enter_and_leave_products_through_the_shard(name, num_rows):
     def main(shard):
         own = slice(shard.slice_rows.start, shard.slice_rows.stop)
         here = slice(shard.shard_rows.start, shard.shard_rows.stop)
-        entered = shard.enter(x[own])
+        entered, (twice,) = shard.enter(x[own], [ColumnProduct(3, double)])
         assert_same_bytes(entered, x[here])
-        assert_same_bytes(shard.gather_sequence(entered), x)
-        assert torch.equal(shard.gather_sequence(every[here]), every)
+        assert_same_bytes(twice, 2 * x[here])
+        assert_same_bytes(shard.gather_sequence(entered).value(), x)
+        assert torch.equal(shard.gather_sequence(every[here]).value(), every)
         local = leaves[:, here]
         roots = partial_roots(local.__getitem__, shard.feature_units, 8)
-        assert_same_bytes(shard.leave(roots, BF16), root[own].to(BF16))
+
+        def make(ranges):
+            return torch.cat([roots[:, r.start : r.stop] for r in ranges], dim=1)
+
+        product = RowProduct(roots.shape[1], 3, 8, make)
+        assert_same_bytes(shard.leave(product, BF16), root[own].to(BF16))
         return True
 
-    assert all(play(layout, num_rows, main))
+    for chunks in (AS_SUITS, Chunks(40)):
+        assert all(play(layout, num_rows, main, chunks=chunks))
 
 
 @pytest.mark.parametrize("name", ["tp4-cp2-sp", "tp2-cp3", "cp7", "tp4-cp6-sp-local8"])
@@ -217,8 +233,10 @@ def test_sums_over_units_are_the_tree_on_every_rank(name):
             return partial_roots(leaves[n].__getitem__, units, n)
 
         assert_same_bytes(shard.sum_feature_units(own(shard.feature_units, 8), F32), roots[8])
-        assert_same_bytes(shard.sum_sequence_units(own(shard.sequence_units, 8), F32), roots[8])
-        assert_same_bytes(shard.sum_row_units(own(shard.row_units, 64), F32), roots[64])
+        later = shard.sum_sequence_units(own(shard.sequence_units, 8), F32)
+        assert_same_bytes(later.value(), roots[8])
+        later = shard.sum_row_units(own(shard.row_units, 64), F32)
+        assert_same_bytes(later.value(), roots[64])
         return True
 
     assert all(play(layout, 50, main))

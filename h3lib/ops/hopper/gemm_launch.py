@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.ops.hopper.compat import TensorDescriptor, num_multiprocessors, tensor_map
+from h3lib.ops.hopper.compat import TensorDescriptor, programs_for, tensor_map
 from h3lib.ops.hopper.directives import Tile
 from h3lib.ops.hopper.gemm_kernel import MAX_REGISTERS, NUM_WARPS, gemm_kernel
 
@@ -138,11 +138,12 @@ def prepare(
     options = {
         "WIDTH": width, "PARTS": len(a), "BM": tile.m, "BN": tile.n, "TAIL": tile.tail,
         "BK": tile.depth, "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
-        "SWAP": tile.swapped, "THIN": tile.thin, "TA": a[0].k_first,
+        "SWAP": tile.swapped, "TA": a[0].k_first,
         "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None, "num_warps": NUM_WARPS,
         "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
-    programs = min(num_multiprocessors(out.device), math.prod(tiles))
+    depth = sum(x.base.shape[0 if x.k_first else 1] for x in a)
+    programs = min(programs_for(out.device, 2 * rows * columns * depth), math.prod(tiles))
     arguments = (*maps, bias, *tiles, first_unit, *plan, rows, columns)
     dtypes = (out.dtype, None if bias is None else bias.dtype)
     return Launch(arguments, options, programs, dtypes)

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from h3lib.contract import OperandError, subtree_roots
-from h3lib.ops.backend import check_operands, check_shape
+from h3lib.ops.backend import check_operands, check_out, check_shape
 from h3lib.ops.gemm import unit_tree_product, unit_tree_roots
 from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
-from h3lib.ops.hopper.gemm_chain import chain_fp32
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_launch import (
     MAX_PARTS,
     MAX_WIDTH,
@@ -40,19 +40,23 @@ Parts = list[tuple[Tensor, Tensor]]
 
 
 @unit_tree_roots.register("triton")
-def unit_tree_roots_hopper(parts: Parts, units: range, num_units: int) -> Tensor:
-    """Roots of sum_parts a @ b over the units here; `[R, T, N]` FP32.
+def unit_tree_roots_hopper(
+    parts: Parts, units: range, num_units: int, out: Tensor | None = None
+) -> Tensor:
+    """Roots of sum_parts a @ b over the units here; `[R, T, N]` FP32, in `out` if that is given.
 
     **Order:** leaf j = one chain over block j of the first part, then of the next; leaves in the
     unit tree. **Rounds:** nothing. **Raises:** OperandError for a dtype other than BF16 or FP32, a
-    unit that is not a multiple of 16 wide, more than 3 parts, operands off the GPU or unreadable
-    by TMA.
+    unit that is not a multiple of 16 wide, more than 3 parts, an `out` of another shape or dtype,
+    operands off the GPU or unreadable by TMA.
     """
     rows, columns = _check(parts, units)
     roots = subtree_roots(units.start, units.stop, num_units)
+    if out is None:
+        out = parts[0][0].new_empty((len(roots), rows, columns), dtype=torch.float32)
+    check_out(out, (len(roots), rows, columns), torch.float32)
     if parts[0][0].dtype == torch.float32:
-        return _roots_fp32(parts, units, num_units)
-    out = parts[0][0].new_empty((len(roots), rows, columns), dtype=torch.float32)
+        return out.copy_(_roots_fp32(parts, units, num_units))
     if out.numel():
         for index, root in enumerate(roots):
             _subtree(out[index], parts, units, root)
