@@ -23,7 +23,7 @@ def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch
 
 def test_slowdowns_are_over_the_default_alone_and_losses_over_those_beside_nccl():
     same = {"product": "one wave", "product_way": "cuBLAS", "collective": "all_reduce",
-            "product_alone_us": 100.0, "high_priority": False}  # fmt: skip
+            "product_alone_us": 100.0, "left_free": 0, "high_priority": False}  # fmt: skip
 
     def line(way, programs, product, alone, beside):
         return {**same, "collective_way": way, "programs": programs, "product_beside_us": product,
@@ -35,6 +35,9 @@ def test_slowdowns_are_over_the_default_alone_and_losses_over_those_beside_nccl(
     assert [x["of_nccl"] for x in lines] == [1, pytest.approx(0.25), pytest.approx(0.125)]
     assert [x["collective_slowdown"] for x in lines] == [1.5, 1.5, 2.0]
     assert lines[2]["gain"] == pytest.approx(1 / 1.05 + 1 / 2)
+    lines.append({**lines[1], "left_free": 16, "product_alone_us": 120.0})
+    relate(lines)
+    assert lines[3]["product_slowdown"] == pytest.approx(1.1), "over all multiprocessors"
     lines[0]["product_beside_us"] = 100.0
     relate(lines)
     assert {x["of_nccl"] for x in lines} == {None}
