@@ -1,4 +1,4 @@
-"""A product beside a collective, each on a stream: `python -m h3lib.bench.interference --out FILE`.
+"""A product beside a collective, each on a stream: `h3lib bench interference --out FILE.json`.
 
     product slowdown      its time while collectives run all the while / its time alone on all
                           multiprocessors, whatever it leaves free
@@ -311,17 +311,19 @@ def rank_main(out: Path) -> None:
     write(complete=True)
 
 
+def bench_interference(out: Path) -> None:
+    """One rank a GPU; write `out`. **Raises:** PeerError for fewer than two, and if a rank fails."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise PeerError("GPUs", gpus, "2 or more, one a rank")
+    start_ranks("h3lib.bench.interference", ["--out", str(out)], gpus)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if own_place() is not None:
-        rank_main(options.out)
-        return
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        parser.error(f"GPUs: received {gpus}; accepted: 2 or more, one a rank")
-    start_ranks("h3lib.bench.interference", ["--out", str(options.out)], gpus)
+    (rank_main if own_place() is not None else bench_interference)(options.out)
 
 
 if __name__ == "__main__":
