@@ -312,7 +312,7 @@ def rank_main(out: Path) -> None:
 
 
 def bench_interference(out: Path) -> None:
-    """One rank a GPU; write `out`. **Raises:** PeerError for fewer than two, and if a rank fails."""
+    """One rank a GPU; write `out`. **Raises:** PeerError for one GPU, and if a rank fails."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         raise PeerError("GPUs", gpus, "2 or more, one a rank")
