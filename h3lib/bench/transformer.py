@@ -165,7 +165,12 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
 
 
 def write_report(
-    out: Path, size: ModelSize, commit: str | None, rounds: int, found: dict[str, object], complete: bool
+    out: Path,
+    size: ModelSize,
+    commit: str | None,
+    rounds: int,
+    found: dict[str, object],
+    complete: bool,
 ) -> None:
     """One JSON; `complete` is its last key."""
     content = {
