@@ -102,9 +102,10 @@ def _write(options: argparse.Namespace, findings: list[Finding], complete: bool)
     write_json(options.out, content)
 
 
-def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:
+def run_bits(out: Path, commit: str | None, quick: bool, ranks: list[int], timeout_s: float) -> str:
     """Start the ranks; what they printed. **Raises:** PeerError if they do not end well."""
-    arguments = ["--out", str(out), "--commit", commit, "--rank", "--ranks", *map(str, ranks)]
+    arguments = ["--out", str(out), "--rank", "--ranks", *map(str, ranks)]
+    arguments += ["--commit", commit] if commit else []
     arguments += ["--quick"] if quick else []
     with tempfile.TemporaryDirectory(prefix="h3lib-bits-") as folder:
         log, module = Path(folder, "log"), "h3lib.bench.collectives_bits"
@@ -126,7 +127,7 @@ def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is tested")
+    parser.add_argument("--commit", help="commit that is tested, if not this checkout's")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(range(1, NUM_RANKS + 1)))
     parser.add_argument("--timeout", type=float, default=600.0)

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from h3lib.contract import PUBLISHED, PeerError
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.launch import die_with_launcher, run_ranks, watch
@@ -43,6 +44,7 @@ ROWS = (14910, 37776, 4096, 264)  # in this order: the few rows' graphs come las
 COMPILED_ROWS = (14910,)
 NOT_RUN, NO_TIME = "not run: ranks share a GPU", "not run: no time was left"
 TIMEOUT_S = 150.0
+ALONE_ON_A_GPU = 8  # ranks whose memory is measured at once: 10 GB each at 37,776 rows
 LISTS = ("measurements", "memory", "bits", "agreement")
 Found = dict[str, list[dict]]
 
@@ -97,9 +99,13 @@ def bench_layouts(
 
     def write(complete: bool) -> None:
         content = header | found | {"failures": failures, "complete": complete}
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(out, content)
 
-    _side_by_side(parsed, lambda layout, i: add(f"{layout.name} alone", *_alone(layout, rows, i)))
+    _side_by_side(
+        parsed,
+        lambda layout, i: add(f"{layout.name} alone", *_alone(layout, rows, i)),
+        ALONE_ON_A_GPU * gpus.count,
+    )
     for layout in parsed:
         if layout.num_ranks > gpus.count:
             add(layout.name, _not_run(layout, rows, NOT_RUN), None)
@@ -119,8 +125,10 @@ def bench_layouts(
         raise PeerError("layouts", failures, "ranks that end")
 
 
-def _side_by_side(layouts: Sequence[Layout], run: Callable[[Layout, int], None]) -> None:
-    with ThreadPoolExecutor(max(1, len(layouts))) as pool:
+def _side_by_side(
+    layouts: Sequence[Layout], run: Callable[[Layout, int], None], at_once: int = len(LAYOUTS)
+) -> None:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(run, layouts, range(len(layouts))))
 
 
@@ -201,9 +209,7 @@ def rank_main(layout: Layout, out: Path, rows: Sequence[int]) -> None:
         for name, line in case.measure(compiled=count in COMPILED_ROWS):
             found[name].append(line)
             if world.rank == 0:
-                unfinished = out.with_suffix(".part")
-                unfinished.write_text(json.dumps(found))
-                os.replace(unfinished, out)
+                write_json(out, found)
         del case
         torch.cuda.empty_cache()
     world.close()

@@ -25,6 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3lib.contract import PUBLISHED, ModelSize, PeerError, model_size
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
 from h3lib.model.packing import job_for_rows, pack
@@ -164,7 +165,12 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
 
 
 def write_report(
-    out: Path, size: ModelSize, commit: str, rounds: int, found: dict[str, object], complete: bool
+    out: Path,
+    size: ModelSize,
+    commit: str | None,
+    rounds: int,
+    found: dict[str, object],
+    complete: bool,
 ) -> None:
     """One JSON; `complete` is its last key."""
     content = {
@@ -176,7 +182,7 @@ def write_report(
         **found,
         "complete": complete,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
 
 
 def start_ranks(options: argparse.Namespace) -> None:
@@ -196,7 +202,7 @@ def start_ranks(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--commit", help="commit that is measured, if not this checkout's")
     parser.add_argument("--size", default="full")
     parser.add_argument("--rows", type=int, nargs="+", default=(264, 14910))
     parser.add_argument("--rounds", type=int, default=3)
