@@ -112,10 +112,9 @@ class BlockContext:
             rows = [[(a[r.start : r.stop], b) for a, b in parts] for r in ranges]
             if len(rows) == 1:
                 return self.unit_tree(*rows[0])
-            if num_roots > 1:  # rows of several roots lie apart
-                return torch.cat([self.unit_tree(*some) for some in rows], dim=1)
             a, lengths = parts[0][0], [len(r) for r in ranges]
-            roots = a.new_empty((1, sum(lengths), self.size.hidden_size), dtype=accumulator(a))
+            shape = (num_roots, sum(lengths), self.size.hidden_size)
+            roots = a.new_empty(shape, dtype=accumulator(a))
             for some, out in zip(rows, roots.split(lengths, dim=1), strict=True):
                 self.unit_tree(*some, out=out)
             return roots
