@@ -139,7 +139,7 @@ def reduce_product(
         if ranges is pieces[-1]:  # nothing is left to run beside it
             run()
         else:
-            results.append(collective.later(run, roots.nbytes))
+            results.append(collective.later(run, one_root(roots)))
     for result in results:
         result.value()
     return out
@@ -157,6 +157,11 @@ def _reduce(
     if row_cuts is None:
         return collective.all_reduce(roots, leaf_cuts, dtype, observe, out)
     return collective.reduce_scatter_rows(roots, leaf_cuts, row_cuts, dtype, observe, out)
+
+
+def one_root(roots: Tensor) -> int:
+    """Bytes of one of the roots: a rank may have more than another."""
+    return roots.shape[1:].numel() * roots.element_size()
 
 
 def _shifted(observe: Observe | None, by: int) -> Observe | None:
@@ -178,8 +183,9 @@ def gather_products(
     if not chunks.split(row_cuts[-1] - row_cuts[0], x.shape[1], collective):
         whole = collective.all_gather_rows(x, row_cuts)
         return whole, [product.make(whole, None) for product in products]
-    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts), x.nbytes)
     first, *_, last = row_cuts
+    num_bytes = (last - first) * x.shape[1] * x.element_size()
+    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts), num_bytes)
     own = range(row_cuts[collective.rank] - first, row_cuts[collective.rank + 1] - first)
     results = [x.new_empty(last - first, product.width) for product in products]
 

@@ -236,7 +236,7 @@ class PeerTree(Level):
 
     def _named(self, call: Call, work: Work) -> int:
         """The digest of a call, by which its name is found again if it fails."""
-        digest = _digest(call, work)
+        digest = _digest(call, work, self._open_steps().channels)
         self._calls[digest] = call
         return digest
 
@@ -325,7 +325,7 @@ class PeerTree(Level):
 
 
 @functools.lru_cache(4096)
-def _digest(call: Call, work: Work) -> int:
+def _digest(call: Call, work: Work, channels: int) -> int:
     """62 bits of a call and its launch, with bit 62 set: always a 64-bit argument, never 0."""
-    digest = hashlib.sha256(repr((call, work)).encode()).digest()
+    digest = hashlib.sha256(repr((call, work, channels)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62
