@@ -66,6 +66,9 @@ def test_a_committed_page_finished_and_shows_a_committed_report(path, folders):
     page = nbformat.read(path, as_version=4)
     check_finished(path.stem, page)
     asked = page.metadata["papermill"]["parameters"]
+    if not asked:  # of the machine alone
+        assert path.stem.startswith("00_environment_") and "NVIDIA H200" in path.read_text()
+        return
     reports = [
         report
         for report in every_layout_report(path.parents[1] / "layouts")
