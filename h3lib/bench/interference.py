@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call, start_ranks
+from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call
+from h3lib.bench.start import start_ranks
 from h3lib.contract import PeerError
 from h3lib.files import write_json
 from h3lib.ops.backend import BESIDE, load_backend
