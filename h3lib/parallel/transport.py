@@ -83,7 +83,6 @@ class Level(abc.ABC):
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
 
-
     def finish_all(
         self,
         flat: Tensor,
