@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from h3lib.contract import ModelSize, OperandError, subtree_roots
+from h3lib.contract import ModelSize, OperandError
 from h3lib.layout import Region, region_shape, whole
 from h3lib.model.trace import GRADIENT, NODE, ROOT, Trace
 from h3lib.ops.backend import Op, accumulator, load_backend
@@ -25,6 +25,7 @@ from h3lib.parallel.collective import Observe
 from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import ColumnProduct, RowProduct
 from h3lib.parallel.shard import SeqShard, parameter_region
+from h3lib.parallel.transport import num_roots
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,13 @@ class BlockContext:
             units = self.shard.contract.num_units
             return self.call(unit_tree_product, list(parts), units, self.dtype)
 
-        units = self.shard.feature_units
-        num_roots = len(subtree_roots(units.start, units.stop, self.shard.contract.num_units))
-
         def make(ranges: Sequence[range]) -> Tensor:
             rows = [[(a[r.start : r.stop], b) for a, b in parts] for r in ranges]
             if len(rows) == 1:
                 return self.unit_tree(*rows[0])
             a, lengths = parts[0][0], [len(r) for r in ranges]
-            shape = (num_roots, sum(lengths), self.size.hidden_size)
+            here = num_roots(self.shard.owner.feature_cuts(), self.shard.tp_rank)
+            shape = (here, sum(lengths), self.size.hidden_size)
             roots = a.new_empty(shape, dtype=accumulator(a))
             for some, out in zip(rows, roots.split(lengths, dim=1), strict=True):
                 self.unit_tree(*some, out=out)
