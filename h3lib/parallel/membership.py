@@ -134,7 +134,7 @@ class Verdicts:
                 if (fault := self._fault()) is not None:
                     return self.publish(self._error(what, *fault))
                 if time.monotonic() > deadline:
-                    return self.publish(self._late(what, ranks, cause, missing or []))
+                    return self.publish(self._late(what, cause, missing or []))
                 time.sleep(_POLL_S)
         except RuntimeError:
             fault = self._fault()
@@ -146,11 +146,11 @@ class Verdicts:
                 return rank, fault
         return None
 
-    def _late(self, what: str, ranks: list[int], cause: str, missing: list[int]) -> PeerError:
+    def _late(self, what: str, cause: str, missing: list[int]) -> PeerError:
         """Ages were said within one poll of now, so their differences are those of the moments."""
         ages: dict[int, list[float]] = {}
-        asked = [self.rank, *missing, *ranks]
-        for rank in asked:  # grows: the nearest first
+        asked = [self.rank]
+        for rank in asked:  # grows by those for whom a rank waited: the nearest first
             if rank in ages:
                 continue
             if not self.store.check([f"failed/{rank}"]):
