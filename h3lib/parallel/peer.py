@@ -193,6 +193,8 @@ class PeerTree(Level):
             own = [stop - start for start, stop in parts[self.rank]]
             shape = len(work.programs), sum(own)
             found = flat.new_empty(shape, dtype=dtype) if out is None else out.view(shape)
+            if not work.programs:  # a node without leaves, as every rank of it knows
+                return found
             for k in range(max(map(len, parts))):
                 slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
                 step = replace(work, slices=slices)

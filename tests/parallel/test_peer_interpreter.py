@@ -29,6 +29,7 @@ GROUPS = [WHOLE, (0, 1), (2, 3), (0, 2), (1, 3), (1, 2, 3)]
 CUTS = {  # several roots a rank, a rank without leaves, one root each
     "uneven": [0, 2, 5, 7, 8],
     "empty": [0, 0, 3, 8, 8],
+    "empty node": [0, 0, 0, 3, 8],
     "units": [0, 2, 4, 6, 8],
     "row units": [0, 24, 48, 56, 64],
 }
@@ -59,7 +60,7 @@ def everything(open_level, rank: int) -> dict[str, torch.Tensor]:
     found = {}
     for name, collective in collectives.items():
         for label, cuts in CUTS.items():
-            if name == "2x2" and label != "uneven":
+            if name == "2x2" and label not in ("uneven", "empty node"):
                 continue
             for shape in ((0,), (1,), (61, 5)):
                 roots = roots_of(leaves_of(len(shape), cuts[-1], *shape), cuts, rank)
