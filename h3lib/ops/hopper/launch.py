@@ -19,6 +19,7 @@ from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, TensorDescriptor
 
 INT32_MAX = 2**31 - 1
 MOST_KEPT = 4096
+_NOTHING = object()
 
 
 class Launch(NamedTuple):
@@ -75,8 +76,8 @@ def kept_by_signature(make: Callable) -> Callable:
     def find(*operands: object) -> object:
         device = torch.cuda.current_device() if operands[0].is_cuda else None
         key = (device, *map(_signature, operands))
-        found = kept.get(key)
-        if found is None:
+        found = kept.get(key, _NOTHING)
+        if found is _NOTHING:
             if len(kept) >= MOST_KEPT:
                 kept.clear()
             found = kept[key] = make(*operands)
