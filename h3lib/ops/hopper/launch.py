@@ -107,7 +107,8 @@ def kept_by_signature(make: Callable) -> Callable:
 
     @functools.wraps(make)
     def find(*operands: object) -> object:
-        device = torch.cuda.current_device() if operands[0].is_cuda else None
+        on_gpu = isinstance(operands[0], Tensor) and operands[0].is_cuda
+        device = torch.cuda.current_device() if on_gpu else None
         key = (device, *map(_signature, operands))
         found = kept.get(key, _NOTHING)
         if found is _NOTHING:
