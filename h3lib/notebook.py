@@ -92,7 +92,6 @@ CHECKS = {
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
     "measured": _MEASURED,
     "traffic": _MEASURED,
-    "attention": _MEASURED,
     "gpus": _integer(1),
     "collectives": _MEASURED,
     "collective": (lambda value: isinstance(value, str), "the name of a collective"),
