@@ -22,6 +22,7 @@ from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
 from h3lib.bench.findings import Finding, in_a_cold_process
+from h3lib.bench.measure import capture
 from h3lib.contract import NUM_SEQUENCE_UNITS, Contract, RowUnits
 from h3lib.ops.attention import attention_delta, attention_dkv, attention_dq, attention_forward
 from h3lib.ops.hopper import attention_forward as forward_kernel
@@ -183,9 +184,7 @@ def check_repeats(rows: int, heads: int, repeats: int = 200) -> Iterator[Finding
         for value, first in zip(Whole(*operands).results(), whole.results(), strict=True):
             finding.compare(value, first)
     yield finding
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = Whole(*operands)
+    graph, captured = capture(lambda: Whole(*operands))
     finding = Finding("CUDA graph", f"T={rows} N={heads}")
     for _ in range(3):
         graph.replay()

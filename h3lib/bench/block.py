@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.bench.measure import Protocol, compare, medians
+from h3lib.bench.measure import Protocol, capture, compare, medians
 from h3lib.compare import different_elements
 from h3lib.contract import SIZES
 from h3lib.model.block import Block
@@ -112,14 +112,7 @@ def check_replay(case: Case, op: str, backward: bool) -> dict[str, object]:
     """Two replays of a CUDA graph over results full of NaN against an eager run, byte for byte."""
     call = case.our_call(backward)
     expected = call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
+    graph, results = capture(call)
     elements = different = 0
     for _ in range(2):
         for value in results.values():

@@ -16,13 +16,21 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from h3lib.bench.measure import Protocol, graphed, medians, time_us
+from h3lib.bench.measure import (
+    Launch,
+    Protocol,
+    Ranks,
+    graphed,
+    in_turns,
+    medians,
+    slowest,
+    time_us,
+)
 from h3lib.bench.start import start_ranks
 from h3lib.contract import PeerError
 from h3lib.files import write_json
@@ -42,7 +50,6 @@ ROUNDS, REPEATS, WARM_UP, GRAPH_CALLS = 7, 10, 5, 8
 COLUMNS, TINY = 5376, 2.0**-100
 BF16, F32 = torch.bfloat16, torch.float32
 NOT_RUN = "not run: ranks share a GPU"
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ class Bench:
         control = self.world.connect(ranks, self.rank)
         return PeerTree(control, checked=False, shape=shape)
 
-    def compare(self, op: str, case: str, num_bytes: int, ours: Call, theirs: Call | None) -> None:
+    def compare(
+        self, op: str, case: str, num_bytes: int, ours: Launch, theirs: Launch | None
+    ) -> None:
         """One row; small operands are timed as CUDA graphs."""
         graph = num_bytes <= SMALL[-1]
         if theirs is None:
@@ -92,21 +101,19 @@ class Bench:
         ratio = theirs_us / ours_us
         self.rows.append(Row(op, case, num_bytes, "NCCL", ours_us, theirs_us, ratio, graph))
 
-    def times(self, calls: list[Call], graph: bool) -> list[float]:
-        """Median of each call in microseconds, of the slowest rank."""
+    def times(self, calls: list[Launch], graph: bool) -> list[float]:
+        """Median of each call in microseconds, of the slowest rank; a first round warms all up."""
         runs = [lambda _, call=call: call() for call in calls]
         runs = [graphed(run, GRAPH_CALLS) for run in runs] if graph else runs
-        samples: list[list[float]] = [[] for _ in calls]
-        for round_index in range(-1, ROUNDS):  # the first round warms both up
-            order = range(len(runs)) if round_index % 2 else reversed(range(len(runs)))
-            for i in order:
-                self.world.gather_objects(None)
-                took = time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
-                if round_index >= 0:
-                    samples[i].append(took / (GRAPH_CALLS if graph else 1))
+        ranks = Ranks(self.world.gather_objects)
+        samples = in_turns(
+            len(runs),
+            1 + ROUNDS,
+            lambda i, turn: time_us(runs[i], REPEATS if turn else WARM_UP, ranks=ranks),
+        )
         self.tree.check()
-        mine = [statistics.median(taken) for taken in samples]
-        return [max(rank[i] for rank in self.world.gather_objects(mine)) for i in range(len(mine))]
+        mine = [statistics.median(taken[1:]) / (GRAPH_CALLS if graph else 1) for taken in samples]
+        return slowest(ranks.gather(mine))
 
     def measure(self, num_bytes: int) -> None:
         """Every collective on FP32 operands of `num_bytes`."""

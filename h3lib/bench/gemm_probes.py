@@ -16,6 +16,7 @@ from torch import Tensor
 from h3lib.bench import gemm_reference as reference
 from h3lib.bench.findings import Finding, found, in_a_cold_process
 from h3lib.bench.gemm_bits import BF16, EVERY, fold, forward, product, random
+from h3lib.bench.measure import capture
 from h3lib.contract import RowUnits
 from h3lib.ops.gemm import linear_dx
 
@@ -168,9 +169,7 @@ def check_repeats(repeats: int = 200) -> Iterator[Finding]:
                     torch.matmul(load, load)
             different += int((run().view(torch.int16) != first.view(torch.int16)).any())
         yield Finding("repeats under load", name, repeats, different)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            value = run()
+        graph, value = capture(run)
         value.fill_(float("nan"))
         graph.replay()
         yield found("graph replay", name, value, first)

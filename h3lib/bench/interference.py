@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call
+from h3lib.bench.collectives import BF16, COLUMNS, Bench
+from h3lib.bench.measure import Launch, capture, in_a_row
 from h3lib.bench.start import start_ranks
 from h3lib.contract import PeerError
 from h3lib.files import write_json
@@ -65,7 +66,7 @@ class Work:
     way: str
     limit: int | None
     priority: int
-    call: Call
+    call: Launch
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
 
@@ -88,17 +89,11 @@ class Interference:
         self.trees = {None: self.bench.tree}
 
     def capture(
-        self, name: str, way: str, call: Call, limit: int | None = None, priority: int = 0
+        self, name: str, way: str, call: Launch, limit: int | None = None, priority: int = 0
     ) -> Work:
         """A call as a graph on a stream of its own."""
         stream = torch.cuda.Stream(priority=priority)
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(CALLS):
-                call()
+        graph, _ = capture(lambda: in_a_row(lambda _: call(), CALLS), stream)
         return Work(name, way, limit, priority, call, graph, stream)
 
     def products(self) -> list[Work]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3lib.bench.block import peak_bytes
-from h3lib.bench.layout_ranks import Call, RankWorld
+from h3lib.bench.layout_ranks import RankWorld
 from h3lib.bench.left_out import Buffers
-from h3lib.bench.measure import Protocol
+from h3lib.bench.measure import Launch, Protocol, capture
 from h3lib.bench.plain import PlainBlock
 from h3lib.compare import compare_record, count
 from h3lib.contract import PUBLISHED, SIZES
@@ -56,7 +56,7 @@ class Case:
         self.named = {"layout": self.layout.name, "ranks": self.layout.num_ranks, "rows": rows}
         self.their_rows = plain.padded_rows(rows)
 
-    def our_call(self, backward: bool, mesh: Mesh | None = None) -> Call:
+    def our_call(self, backward: bool, mesh: Mesh | None = None) -> Launch:
         """One launch of our forward, or forward + backward; over another mesh than the layout's."""
         shard = self.shard if mesh is None else replace(self.shard, mesh=mesh)
         return partial(
@@ -65,7 +65,7 @@ class Case:
 
     def their_call(
         self, backward: bool, compiled: bool = False, block: PlainBlock | None = None
-    ) -> Call:
+    ) -> Launch:
         """One launch of theirs."""
         run = (block or self.plain).caller(self.plain_given, backward, compiled)
 
@@ -90,12 +90,12 @@ class Case:
         if self.rows <= FEW_ROWS:
             yield "bits", self.bits(graph=True)
 
-    def _calls(self, backward: bool) -> dict[str, Call]:
+    def _calls(self, backward: bool) -> dict[str, Launch]:
         """What takes turns."""
         both = {"ours": self.our_call(backward), EAGER: self.their_call(backward)}
         if self.layout.num_ranks == 1:
             return both
-        notes: list[Call] = []
+        notes: list[Launch] = []
         self.our_call(backward, self.world.noted_mesh(notes, self.buffers))()
         left_out = PlainBlock(SIZE, self.layout, *self.world.axes(self.buffers), self.weights)
         return both | {
@@ -105,7 +105,7 @@ class Case:
         }
 
     def _lines(
-        self, op: str, calls: dict[str, Call], protocol: Protocol
+        self, op: str, calls: dict[str, Launch], protocol: Protocol
     ) -> Iterator[tuple[str, dict]]:
         line = {**self.named, "their_rows": self.their_rows, "op": op, "graph": protocol.graph}
         line["sdpa"] = self.sdpa
@@ -147,9 +147,7 @@ class Case:
         run = self.our_call(True)
         results = run()
         if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-                results = run()
+            captured, results = capture(run)
             for value in results.values():
                 value.fill_(torch.nan)
             self.world.gather(None)

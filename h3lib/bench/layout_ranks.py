@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from h3lib.bench.left_out import Give, LeftOut, Noted
-from h3lib.bench.measure import Protocol
+from h3lib.bench.measure import Call, Launch, Protocol, Ranks, graphed, slowest_medians
 from h3lib.bench.plain import Axis, LeftOutAxis
 from h3lib.layout import Layout
 from h3lib.parallel.gloo import GlooWorld
@@ -20,7 +19,6 @@ from h3lib.parallel.place import own_place
 
 TIMEOUT_S = 90.0
 GRAPH_CALLS = 4
-Call = Callable[[], object]
 
 
 class RankWorld:
@@ -43,7 +41,7 @@ class RankWorld:
         """Over the peer tree; calls are not checked before `check`."""
         return build_mesh(self.layout, self.rank, self.levels)
 
-    def noted_mesh(self, notes: list[Call], give: Give) -> Mesh:
+    def noted_mesh(self, notes: list[Launch], give: Give) -> Mesh:
         """The same, with every call of a level noted."""
         return build_mesh(
             self.layout, self.rank, lambda group, rank: Noted(self.levels(group, rank), notes, give)
@@ -77,39 +75,28 @@ class RankWorld:
             tree.check()
 
     def times(
-        self, calls: Mapping[str, Call], protocol: Protocol
+        self, calls: Mapping[str, Launch], protocol: Protocol
     ) -> tuple[dict[str, float], str | None]:
         """Median milliseconds of each call, of the slowest rank in each round; or why none.
 
         A call that cannot be recorded as a CUDA graph, where `protocol.graph` asks for it, on any
         rank is the only reason.
         """
-        runs = list(calls.values())
+        runs = [lambda _, call=call: call() for call in calls.values()]
         if protocol.graph:
             runs, reason = self._graphs(runs)
             if reason:
                 return {}, reason
-        repeats = [self._warm_up(run, protocol) for run in runs]
-        samples: list[list[float]] = [[] for _ in runs]
-        for round_index in range(protocol.rounds):
-            order = range(len(runs)) if round_index % 2 == 0 else reversed(range(len(runs)))
-            for i in order:
-                samples[i].append(self._time_ms(runs[i], repeats[i]))
-        per_launch = GRAPH_CALLS if protocol.graph else 1
-        slowest = [list(map(max, zip(*rank, strict=True))) for rank in self._by_call(samples)]
-        medians = [statistics.median(rounds) / per_launch for rounds in slowest]
-        return dict(zip(calls, medians, strict=True)), None
-
-    def _by_call(self, samples: Sequence[Sequence[float]]) -> list[list[Sequence[float]]]:
-        """For each call the rounds of every rank."""
-        ranks = self.gather(samples)
-        return [[rank[i] for rank in ranks] for i in range(len(samples))]
+        num_calls = GRAPH_CALLS if protocol.graph else 1
+        medians = slowest_medians(runs, 1, protocol, Ranks(self.gather, self.check))
+        ms = [us / 1000 / num_calls for us in medians]
+        return dict(zip(calls, ms, strict=True)), None
 
     def _graphs(self, runs: Sequence[Call]) -> tuple[list[Call], str | None]:
         graphs, reason = [], None
         for run in runs:
             try:
-                graphs.append(_graphed(run))
+                graphs.append(graphed(run, GRAPH_CALLS))
             except RuntimeError as error:
                 reason = f"no CUDA graph: {str(error).splitlines()[0]}"
             reason = next((r for r in self.gather(reason) if r), None)
@@ -117,36 +104,5 @@ class RankWorld:
                 return [], reason
         return graphs, None
 
-    def _warm_up(self, run: Call, protocol: Protocol) -> int:
-        """How many launches fill a round, the same on every rank."""
-        self._time_ms(run, 1)
-        once = max(self.gather(self._time_ms(run, 1)))
-        steady = max(self.gather(self._time_ms(run, max(1, int(protocol.warm_up_ms / once)))))
-        return max(1, int(protocol.round_ms / steady))
-
-    def _time_ms(self, run: Call, repeats: int) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.gather(None)
-        start.record()
-        for _ in range(repeats):
-            run()
-        stop.record()
-        stop.synchronize()
-        self.check()
-        return start.elapsed_time(stop) / repeats
-
     def close(self) -> None:
         self.levels.close()
-
-
-def _graphed(run: Call) -> Call:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(GRAPH_CALLS):
-            run()
-    return graph.replay

@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from h3lib.bench.measure import ALONE, Launch, Ranks, elapsed_ms, slowest
 from h3lib.bench.start import start_ranks
 from h3lib.contract import PUBLISHED, ModelSize, model_size
 from h3lib.files import write_json
@@ -45,7 +45,6 @@ METADATA = (
 )  # fmt: skip
 DEVICE, BACKEND = "cuda", "triton"
 TIMEOUT_S = 420.0
-Call = Callable[[], object]
 
 
 def diffusers_model(size: ModelSize, weights: dict[str, torch.Tensor]):
@@ -91,27 +90,24 @@ class Case:
             torch.autograd.backward(out, [gradient[None] for gradient in self.gradients])
 
 
-def timed(calls: dict[str, Call], rounds: int, meet: Call = lambda: None) -> dict[str, dict]:
-    """Median milliseconds and peak allocated bytes of each call, one warm-up each, in turns; `meet`
-    comes before each."""
+def timed(calls: dict[str, Launch], rounds: int, ranks: Ranks = ALONE) -> dict[str, dict]:
+    """Milliseconds of each call, of the slowest rank in each turn after a warm-up, their median,
+    and peak allocated bytes of this rank."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     peaks = dict.fromkeys(calls, 0)
     for launch in range(rounds + 1):
         for name, call in calls.items():
             torch.cuda.synchronize()
-            meet()
+            ranks.gather(None)
             torch.cuda.reset_peak_memory_stats()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
+            took = elapsed_ms(call)
             peaks[name] = torch.cuda.max_memory_allocated()
             if launch:
-                times[name].append(start.elapsed_time(stop))
+                times[name].append(took)
+    longest = {name: slowest(ranks.gather(launches)) for name, launches in times.items()}
     return {
         name: {"ms": statistics.median(t), "launches_ms": t, "peak_bytes": peaks[name]}
-        for name, t in times.items()
+        for name, t in longest.items()
     }
 
 

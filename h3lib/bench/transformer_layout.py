@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from h3lib.bench.layout_ranks import RankWorld
+from h3lib.bench.measure import Ranks
 from h3lib.bench.transformer import (
     BACKEND,
     DEVICE,
@@ -68,23 +68,18 @@ class Bench:
         calls = {"ours": ours, "theirs": lambda: None}
         if self.world.rank == 0:
             calls["theirs"] = case.their_step if backward else case.their_forward
-        mine = timed(calls, rounds, lambda: self.world.gather(None))
+        mine = timed(calls, rounds, Ranks(self.world.gather))
         if self.whole is not self.part and self.whole is not None:
             mine["ours"]["peak_bytes"] -= _num_bytes(self.whole)
             mine["theirs"]["peak_bytes"] -= _num_bytes(self.part)
-        ranks = self.world.gather(mine["ours"])
-        launches = [max(each) for each in zip(*(r["launches_ms"] for r in ranks), strict=True)]
-        peaks = [rank["peak_bytes"] for rank in ranks]
+        peaks = self.world.gather(mine["ours"]["peak_bytes"])
         line = {
             "layout": self.layout.name,
             "op": "forward + backward" if backward else "forward",
             "rows": rows,
-            "ours": {
-                "ms": statistics.median(launches), "launches_ms": launches,
-                "peak_bytes": max(peaks), "peak_bytes_by_rank": peaks,
-            },
+            "ours": mine["ours"] | {"peak_bytes": max(peaks), "peak_bytes_by_rank": peaks},
             "theirs": mine["theirs"],
-        }  # fmt: skip
+        }
         line["ratio"] = line["theirs"]["ms"] / line["ours"]["ms"]
         if not backward or gradients:
             line["bits"] = self._bits(case, rows, backward)
