@@ -91,6 +91,7 @@ CHECKS = {
     "out": (_new_file, "the path of a new file in a folder that exists, or nothing"),
     "evidence": (_path, "the path of a folder of reports in this repository, or nothing"),
     "measured": _MEASURED,
+    "timings": (_folder, "the path of a folder with layouts*.json in it or below"),
     "traffic": _MEASURED,
     "attention": _MEASURED,
     "gpus": _integer(1),
