@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
+from h3lib.bench.command import add_bench, measure
 from h3lib.contract import (
     SIZES,
     BackendError,
@@ -19,10 +19,11 @@ from h3lib.contract import (
 )
 from h3lib.doctor import PROBLEM, examine, verdicts
 from h3lib.explain import explain
+from h3lib.files import write_json
 from h3lib.folders import convert, folder_size, inspect_folder, problems, synthesise
 from h3lib.model.released import FILE_STEM
 from h3lib.parallel.launch import LAUNCHERS
-from h3lib.rank import EQUAL, FAILED, REFUSED
+from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED
 from h3lib.report import read_report
 from h3lib.request import DEVICES, Request, require_cuda
 from h3lib.run import run
@@ -56,14 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     verify.add_argument("files", nargs="+", metavar="FILE.json")
     verify.set_defaults(main=_verify)
     _add_checkpoint(commands)
-    bench = commands.add_parser("bench", help="measure beside the libraries, on GPUs")
-    bench.add_argument("what", choices=("kernels", "collectives", "layouts", "overlap"))
+    bench = add_bench(commands)
     bench.add_argument("--out", required=True, type=Path, metavar="FILE.json")
-    parts = ("rowwise", "gemm", "attention", "block")
-    bench.add_argument("--parts", nargs="+", choices=parts, help="of kernels; all if left out")
-    bench.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out")
-    bench.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
-    bench.add_argument("--seconds", type=float, default=float("inf"), help="none begins later")
     bench.set_defaults(main=_bench)
     _add_faults(commands)
     options = parser.parse_args(arguments)
@@ -269,27 +264,10 @@ def _bench(options: argparse.Namespace) -> int:
         return REFUSED
     try:
         require_cuda()
-        if options.what == "collectives":
-            from h3lib.bench.collectives import bench_collectives
-
-            bench_collectives(options.out)
-        elif options.what == "layouts":
-            from h3lib.bench.layouts import LAYOUTS, ROWS, bench_layouts
-
-            layouts, rows = options.layouts or LAYOUTS, options.rows or ROWS
-            bench_layouts(options.out, layouts, rows, options.seconds)
-        elif options.what == "overlap":
-            from h3lib.bench.overlap import bench_overlap
-
-            bench_overlap(options.out)
-        else:
-            from h3lib.bench.kernels import PARTS, bench_kernels  # needs Triton, which run does not
-
-            bench_kernels(options.out, options.parts or PARTS)
+        return EQUAL if measure(options) else DIFFERENT
     except H3Error as error:
         print(f"h3lib: {error}", file=sys.stderr)
         return REFUSED
-    return EQUAL
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -329,7 +307,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return REFUSED
     found = examine()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.out, found)
     for check in found["checks"]:
         why = f"  ({check['why']})" if check["why"] else ""
         print(f"{check['verdict']:<9}{check['name']:<22}{check['found']}{why}")

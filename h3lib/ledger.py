@@ -4,9 +4,10 @@ python -m h3lib.ledger           add the runs of reports/ that reports/ledger.cs
 python -m h3lib.ledger --check   exit status 1 if one is missing or two entries contradict
 
 One line a value and run. Two runs that had the same question (`QUESTION`: contract, model size,
-weights, inputs, back end, kind of GPU or CPU, software, value) must have the same SHA-256, whatever
-their layout, machine, date and commit. Lines are added and never changed: a kernel that changes a
-bit contradicts the ledger until the contract, or the software, has another name.
+weights, inputs, back end, kind of GPU, or of CPU with its vector instructions, software, value)
+must have the same SHA-256, whatever their layout, machine, date and commit. Lines are added and
+never changed: a kernel that changes a bit contradicts the ledger until the contract, or the
+software, has another name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def entries(report: dict) -> list[Entry]:
         **{key: report[key] for key in ("contract", "size", "rows", "backend", "layout")},
         **{key: report["digests"][key][:DIGITS] for key in ("weights", "inputs")},
         **{key: where[key] or "" for key in ("torch", "triton", "machine", "date")},
-        "device": where["device_name"],
+        "device": ", ".join(filter(None, (where["device_name"], where.get("cpu_capability")))),
         "ranks_per_gpu": report["ranks_per_gpu"] or "",
         "commit": (where["git_commit"] or "")[:DIGITS],
     }

@@ -49,8 +49,9 @@ def versions(*names: str) -> dict[str, str | None]:
     return {name: _version(name) for name in names}
 
 
-def gpu() -> dict[str, object]:
-    """The current GPU and the libraries of the vendor that torch was built with."""
+def gpu_environment(commit: str | None = None) -> dict[str, object]:
+    """Where a benchmark's numbers were taken: the current GPU, the vendor's libraries that torch
+    was built with, versions, date, and the commit, this checkout's unless it is given."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -59,11 +60,15 @@ def gpu() -> dict[str, object]:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        **setting("torch", "triton"),
+        "commit": commit or git_commit() or "unknown",
     }
 
 
-def date() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def setting(*packages: str) -> dict[str, object]:
+    """What every environment says: versions, whether the checkout was changed, the date."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {**versions("python", *packages), "git_dirty": git_dirty(), "date": date}
 
 
 def _version(name: str) -> str | None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import torch
 
 from h3lib import provenance
 from h3lib.contract import PUBLISHED, H3Error, ReportError, model_size
+from h3lib.files import write_json
 from h3lib.layout import Layout, Ownership
 from h3lib.model.generation import REPLAY, first_different_step, make_program
 from h3lib.model.packing import Job, pack
@@ -81,7 +80,8 @@ _ENVIRONMENT = _object(
         **{key: _TEXT for key in ("device_name", "python", "torch", "numpy", "machine", "date")},
         **{key: {"type": ["string", "null"]} for key in ("git_commit", "driver", "triton")},
         "git_dirty": {"type": ["boolean", "null"]},
-    }
+    },
+    {"cpu_capability": _TEXT},  # where a CPU computed; older reports lack it
 )
 PHASES = ("start", "canonical", "forward", "backward", "compare", "control", "total")
 _SECONDS = {"type": "number", "minimum": 0}
@@ -280,34 +280,22 @@ def read_report(path: Path | str) -> dict:
 
 
 def write_report(report: dict, path: Path | str) -> None:
-    """Check, write to a temporary name in the same folder, then rename: whole or not there."""
+    """Check, then `write_json`. **Raises:** ReportError for one that is not whole."""
     check_report(report)
-    path = Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_json(path, report)
 
 
 def environment(device: str, machine: str) -> dict:
-    """Where a run happened: commit, device, driver, versions, date; the machine by a letter."""
+    """Where a run happened: commit, device, driver, versions, date; the machine by a letter; on a
+    CPU also the vector instructions that torch uses."""
+    capability = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
     return {
         "git_commit": provenance.git_commit(),
-        "git_dirty": provenance.git_dirty(),
         "device_name": provenance.device_name(device),
         "driver": provenance.driver_version() if device == "cuda" else None,
-        **provenance.versions("python", "torch", "triton", "numpy"),
+        **provenance.setting("torch", "triton", "numpy"),
         "machine": machine,
-        "date": provenance.date(),
+        **(capability if device == "cpu" else {}),
     }
 
 

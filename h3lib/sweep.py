@@ -31,6 +31,7 @@ from rich.table import Table
 from h3lib.book import NEW_REPORTS, ROOT
 from h3lib.contract import H3Error, ReportError
 from h3lib.execute import START_TIMEOUT_S, NotebookError, run_notebook
+from h3lib.files import write_json
 from h3lib.grid import Cell, GridError, digest_of, read_grid
 from h3lib.layout import Layout
 from h3lib.rank import DIFFERENT, EQUAL, FAILED, REFUSED
@@ -124,7 +125,7 @@ def _attempt(cell: Cell, stopping: threading.Event) -> Outcome:
     if not equal:
         return Outcome("different", "the report says so, the notebook did not notice")
     digests = {path.name: digest_of(path) for path in (cell.executed, cell.report)}
-    _write_json(cell.folder / "cell.json", _record(cell, digests))
+    write_json(cell.folder / "cell.json", _record(cell, digests))
     return Outcome("equal")
 
 
@@ -154,12 +155,6 @@ def _publish(cell: Cell) -> None:
     new = place.with_suffix(".new")
     shutil.copyfile(cell.report, new)
     os.replace(new, place)
-
-
-def _write_json(path: Path, content: dict) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(new, path)
 
 
 def room(cells: list[Cell]) -> int:

@@ -10,7 +10,7 @@ import h3lib
 ROOT = Path(h3lib.__file__).parent
 LAYERS = (  # each may import from its own layer and from those before it
     {"contract"},
-    {"layout", "rows", "provenance"},
+    {"layout", "rows", "provenance", "files"},
     {"ops"},
     {"parallel"},
     {"model"},

@@ -72,7 +72,7 @@ def test_a_digest_of_another_run_of_the_same_question_must_agree(own_ledger, rep
         assert own_ledger.read_text() == text
 
 
-@pytest.mark.parametrize("key", ["torch", "triton", "device_name"])
+@pytest.mark.parametrize("key", ["torch", "triton", "device_name", "cpu_capability"])
 def test_other_software_or_hardware_may_answer_otherwise(report, key):
     other = json.loads(json.dumps(report))
     other["environment"][key] = "another"

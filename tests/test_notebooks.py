@@ -124,6 +124,13 @@ def test_the_model_page_shows_the_committed_files(folders):
     assert '"name": "stderr"' not in text
 
 
+@pytest.mark.parametrize("name", ["23_node_cost", "25_ring_overlap"])
+def test_a_page_of_links_shows_the_committed_files(name, folders):
+    text = execute(Run(NOTEBOOKS / f"{name}.ipynb", "page")).read_text()
+    assert "{admonition} Answer" in text
+    assert '"name": "stderr"' not in text
+
+
 def test_the_kernels_page_refuses_a_file_of_a_run_that_did_not_end(folders):
     kernels = folders / "kernels"
     kernels.mkdir()

@@ -1,4 +1,4 @@
-"""Attention at full size beside torch's SDPA: `python -m h3lib.bench.attention --out FILE`.
+"""Attention at full size beside torch's SDPA: `h3lib bench kernels --parts attention --out FILE`.
 
     forward             attention_forward              SDPA forward, each back end
     backward            delta, dq, dkv (all launches)  SDPA backward, each back end
@@ -11,10 +11,7 @@ contiguous, the layout it is fastest with. Operands are random and rotated, see 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.measure import Protocol, Row, compare, num_buffer_sets, report
+from h3lib.bench.measure import Protocol, Row, compare, num_buffer_sets
 from h3lib.contract import Contract, model_size
 from h3lib.ops.attention import attention_delta, attention_dkv, attention_dq, attention_forward
 from h3lib.ops.hopper.attention_forward import forward_launch
@@ -30,6 +27,7 @@ from h3lib.ops.hopper.compat import num_multiprocessors
 
 ROWS = (264, 4096, 14910, 37776)
 GRAPH_MAX_ROWS = 264
+TILE_ROWS = (4096, 14910)
 FLASH_MAX_ROWS = 14910  # 1.6 times cuDNN's time or more from 4,096 rows on (H200, 2026-11-30)
 SIZE = model_size("full")
 HEADS, HEAD_DIM = SIZE.num_attention_heads, SIZE.attention_head_dim
@@ -136,25 +134,3 @@ def measure_tiles(rows: int, protocol: Protocol) -> Iterator[Row]:
             "attention forward tile", case, rows, "3 groups", on(2), on(3), num_sets, protocol
         )
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit that is measured")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    protocol, rows = Protocol(round_ms=250.0), []
-    for num_rows in args.rows:
-        for row in measure(num_rows, protocol):
-            print(row, flush=True)
-            rows.append(row)
-    for num_rows in args.rows[1:3]:
-        for row in measure_tiles(num_rows, protocol):
-            print(row, flush=True)
-            rows.append(row)
-    args.out.write_text(json.dumps(report(rows, args.commit, protocol, True), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

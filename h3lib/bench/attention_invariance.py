@@ -1,4 +1,4 @@
-"""What must not change a bit of attention on a GPU; `attention_bits.py` runs it.
+"""What must not change a bit of attention on a GPU; `bits.py` runs it.
 
 Every check compares bytes of out, L, delta, dq, dk, dv with those of one whole run:
 
@@ -14,10 +14,6 @@ A finding says how many elements differed.
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +21,7 @@ import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.findings import INTEGERS, Finding
+from h3lib.bench.findings import Finding, in_a_cold_process
 from h3lib.contract import NUM_SEQUENCE_UNITS, Contract, RowUnits
 from h3lib.ops.attention import attention_delta, attention_dkv, attention_dq, attention_forward
 from h3lib.ops.hopper import attention_forward as forward_kernel
@@ -56,7 +52,7 @@ class Whole:
     def digest(self) -> str:
         sha = hashlib.sha256()
         for x in self.results():
-            sha.update(x.contiguous().view(INTEGERS[x.dtype]).cpu().numpy().tobytes())
+            sha.update(x.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return sha.hexdigest()
 
 
@@ -201,19 +197,8 @@ def check_repeats(rows: int, heads: int, repeats: int = 200) -> Iterator[Finding
 def check_second_process(rows: int, heads: int) -> Iterator[Finding]:
     """A process that compiles everything again gives the same digest."""
     mine = draw(rows, heads).digest()
-    command = [
-        sys.executable,
-        "-m",
-        "h3lib.bench.attention_bits",
-        "--digest",
-        str(rows),
-        str(heads),
-    ]
-    with tempfile.TemporaryDirectory() as cold:
-        done = subprocess.run(
-            command, env=os.environ | {"TRITON_CACHE_DIR": cold}, capture_output=True, text=True
-        )
-    theirs = done.stdout.split()[-1] if done.stdout.split() else done.stderr[-500:]
+    module = "h3lib.bench.attention_invariance"
+    theirs = in_a_cold_process(f"from {module} import draw; print(draw({rows}, {heads}).digest())")
     details = {"digest": mine, "second": theirs}
     yield Finding(
         "second process, cold cache", f"T={rows} N={heads}", 1, int(mine != theirs), details=details

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from h3lib.bench.collectives import BF16, COLUMNS, Bench
-from h3lib.bench.measure import environment
 from h3lib.contract import PeerError
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.launch import die_with_launcher, run_ranks
 from h3lib.parallel.peer_plan import Shape
+from h3lib.provenance import gpu_environment
 
 _USUAL = Shape()
 SHAPES = (
@@ -69,7 +69,7 @@ def rank_main(out: Path) -> None:
                 print(f"{op} {num_bytes >> 10} KiB: usual {took[0]:.1f} us; best", flush=True)
                 print(*(f"  {us:8.1f} us {shape}" for us, shape in best), sep="\n", flush=True)
         if bench.rank == 0:
-            content = {"environment": environment(), "rows": rows}
+            content = {"environment": gpu_environment(), "rows": rows}
             out.write_text(json.dumps(content, indent=1) + "\n")
     for tree in trees:
         tree.check()

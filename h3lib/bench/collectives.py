@@ -14,7 +14,6 @@ alone does is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,8 +23,9 @@ from pathlib import Path
 
 import torch
 
-from h3lib.bench.measure import environment
+from h3lib.bench.measure import Protocol, graphed, medians, time_us
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -33,7 +33,7 @@ from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer import CAPACITY_BYTES, PeerTree
 from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.transport import num_roots
-from h3lib.provenance import git_commit
+from h3lib.provenance import gpu_environment
 
 TIMEOUT_S = 300.0
 SMALL = tuple(1 << k for k in (12, 14, 16, 18, 20, 22, 23))  # bytes; timed as CUDA graphs
@@ -77,7 +77,6 @@ class Bench:
         self.nccl = NcclLibrary(self.world, list(self.ranks)) if self.owns_gpu else None
         self.cuts = [8 * r // size for r in range(size + 1)]
         self.rows: list[Row] = []
-        self.side = torch.cuda.Stream()
 
     def open(self, ranks: tuple[int, ...], shape: Shape | None = None) -> PeerTree:
         control = self.world.connect(ranks, self.rank)
@@ -95,13 +94,14 @@ class Bench:
 
     def times(self, calls: list[Call], graph: bool) -> list[float]:
         """Median of each call in microseconds, of the slowest rank."""
-        runs = [_graphed(call) if graph else call for call in calls]
+        runs = [lambda _, call=call: call() for call in calls]
+        runs = [graphed(run, GRAPH_CALLS) for run in runs] if graph else runs
         samples: list[list[float]] = [[] for _ in calls]
         for round_index in range(-1, ROUNDS):  # the first round warms both up
             order = range(len(runs)) if round_index % 2 else reversed(range(len(runs)))
             for i in order:
                 self.world.gather_objects(None)
-                took = _time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
+                took = time_us(runs[i], REPEATS if round_index >= 0 else WARM_UP)
                 if round_index >= 0:
                     samples[i].append(took / (GRAPH_CALLS if graph else 1))
         self.tree.check()
@@ -151,47 +151,23 @@ class Bench:
             raise PeerError("bytes by (source, destination)", table, expected)
         return {"op": "all_reduce to BF16", "elements": n, "sent": table, "closed_form": expected}
 
-    def beside_product(self) -> list[dict[str, object]]:
-        """A product alone, and with all-reduces of 128 MiB on another stream."""
-        if self.nccl is None:
-            return [{"what": "product beside an all-reduce", "status": NOT_RUN}]
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-        roots = torch.randn(1, 32 << 20, device="cuda")
-        copy, found = roots[0] * TINY, []
-        (alone,) = self.times([lambda: a @ b], graph=False)
-        for name, call in (
-            ("ours", lambda: self.collective.all_reduce(roots, self.cuts, BF16)),
-            ("NCCL FP32", lambda: self.nccl.all_reduce(copy)),
-        ):
-
-            def both(call: Call = call) -> None:
-                self.side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.side):
-                    call()
-                for _ in range(2):
-                    a @ b
-                torch.cuda.current_stream().wait_stream(self.side)
-
-            (together,) = self.times([both], graph=False)
-            found.append({"what": "two products beside an all-reduce of 128 MiB", "which": name,
-                          "alone_us": 2 * alone, "together_us": together})  # fmt: skip
-        return found
-
     def alone(self) -> list[dict[str, object]]:
         """The steps of one rank in a world of one, to BF16: launches and local memory alone."""
         tree = self.open((self.rank,))
         collective, found = TreeCollective(tree), []
+        short = Protocol(ROUNDS, round_ms=5.0, warm_up_ms=10.0)
         for num_bytes in (SMALL[0], SMALL[-1], LARGE[2]):
             roots = torch.randn(1, num_bytes // 4, device="cuda")
             call = lambda roots=roots: collective.all_reduce(roots, [0, 8], BF16)  # noqa: E731
             cast = lambda roots=roots: roots.to(BF16)  # noqa: E731
             for graph in (False, True):
                 took = [0.0, 0.0]
+                how = short.under_graph() if graph else short
                 for rank in self.ranks:  # one rank at a time: they may share the GPU
                     if rank == self.rank:
-                        took = [_median_us(_graphed(c) if graph else c) for c in (call, cast)]
+                        calls = [lambda _, c=c: c() for c in (call, cast)]
+                        took = medians(calls, GRAPH_CALLS, how)
                     self.world.gather_objects(None)
-                took = [us / (GRAPH_CALLS if graph else 1) for us in took]
                 found.append({"what": "all_reduce in a world of one", "bytes": num_bytes,
                               "graph": graph, "us": took[0], "cast_us": took[1]})  # fmt: skip
             tree.check()
@@ -235,31 +211,6 @@ def fit(rows: list[Row], size: int) -> dict[str, object]:
     return {"level": "peers of a node", "alpha_us": alpha, "beta_bytes_per_us": 1 / slope}
 
 
-def _graphed(call: Call) -> Call:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            call()
-    return graph.replay
-
-
-def _time_us(run: Call, repeats: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    stop.record()
-    stop.synchronize()
-    return 1000 * start.elapsed_time(stop) / repeats
-
-
-def _median_us(run: Call) -> float:
-    _time_us(run, WARM_UP)
-    return statistics.median(_time_us(run, REPEATS) for _ in range(ROUNDS))
-
-
 def rank_main(out: Path) -> None:
     """A rank: measure; rank 0 writes the report."""
     die_with_launcher()
@@ -268,12 +219,12 @@ def rank_main(out: Path) -> None:
     for num_bytes in (*SMALL, *LARGE):
         bench.measure(num_bytes)
     links = [bench.links(n) for n in (1000, (1 << 20) + 3, 1 << 24)]
-    beside, alone = bench.beside_product(), bench.alone()
+    alone = bench.alone()
     bench.close()
     if bench.rank:
         return
     content = {
-        "environment": environment() | {"commit": git_commit() or "unknown"},
+        "environment": gpu_environment(),
         "ranks": bench.size,
         "ranks_per_gpu": 1 if bench.owns_gpu else bench.size // torch.cuda.device_count(),
         "nvls": "off",
@@ -283,21 +234,34 @@ def rank_main(out: Path) -> None:
         "measurements": [asdict(row) for row in bench.rows],
         "links": links,
         "fit": fit(bench.rows, bench.size),
-        "beside_product": beside,
         "alone": alone,
         "complete": True,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
 
 
 def bench_collectives(out: Path) -> None:
     """One rank a GPU, or two on one GPU; write `out`. **Raises:** PeerError if a rank fails."""
-    ranks = max(2, torch.cuda.device_count())
+    start_ranks("h3lib.bench.collectives", [str(out)], max(2, torch.cuda.device_count()))
+
+
+def start_ranks(module: str, arguments: list[str], ranks: int, timeout_s: float = 1200.0) -> None:
+    """A benchmark on `ranks` ranks of this machine; what they say is shown as they say it.
+
+    **Raises:** PeerError if a rank fails.
+    """
     with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
-        log = Path(folder, "log")
-        module = "h3lib.bench.collectives"
-        environment = {"NCCL_NVLS_ENABLE": "0"}
-        status = run_ranks(module, [str(out)], ranks, 1200.0, log, lambda: None, environment)
+        log, shown = Path(folder, "log"), 0
+
+        def tick() -> None:
+            nonlocal shown
+            text = log.read_text(errors="replace")
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+
+        variables = {"NCCL_NVLS_ENABLE": "0"}
+        status = run_ranks(module, arguments, ranks, timeout_s, log, tick, variables)
+        tick()
         if status:
             tail = log.read_text(errors="replace")[-3000:]
             raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,12 +24,12 @@ from h3lib.bench.collectives_checks import (
     Bench,
     check_hierarchy,
 )
-from h3lib.bench.gemm_bits import Finding
-from h3lib.bench.measure import environment
+from h3lib.bench.findings import Finding, found
 from h3lib.bench.overlap_checks import OVERLAP_CHECKS
-from h3lib.compare import different_elements
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.provenance import gpu_environment
 
 
 def run_checks(
@@ -49,11 +48,9 @@ def run_checks(
         began, findings = time.monotonic(), []
         if bench.rank < size:
             for case, value, expected, equal in check():
-                shaped = (value.dtype, value.shape) == (expected.dtype, expected.shape)
-                different = int(different_elements(value, expected).sum()) if shaped else -1
-                findings.append(Finding(name, case, value.numel(), different, equal))
-        found = merged(bench.world.gather_objects(findings))
-        after(f"{name}: {time.monotonic() - began:.1f} s", found)
+                findings.append(found(name, case, value, expected, equal))
+        total = merged(bench.world.gather_objects(findings))
+        after(f"{name}: {time.monotonic() - began:.1f} s", total)
 
 
 def merged(ranks: list[list[Finding]]) -> list[Finding]:
@@ -63,11 +60,11 @@ def merged(ranks: list[list[Finding]]) -> list[Finding]:
         for finding in findings:
             cases.setdefault((finding.check, finding.case), []).append(finding)
     total = []
-    for (check, case), found in cases.items():
-        wrong = [f.different for f in found]
+    for (check, case), by_rank in cases.items():
+        wrong = [f.different for f in by_rank]
         different = -1 if -1 in wrong else sum(wrong)
-        elements, equal = sum(f.elements for f in found), found[0].expected_equal
-        total.append(Finding(check, case, elements, different, equal))
+        elements = sum(f.elements for f in by_rank)
+        total.append(Finding(check, case, elements, different, by_rank[0].expected))
     return total
 
 
@@ -76,10 +73,10 @@ def rank_main(options: argparse.Namespace) -> None:
     die_with_launcher()
     bench, findings = Bench(options.quick), []
 
-    def after(line: str, found: list[Finding]) -> None:
-        findings.extend(found)
+    def after(line: str, total: list[Finding]) -> None:
+        findings.extend(total)
         if bench.rank == 0:
-            wrong = [finding for finding in found if not finding.passed]
+            wrong = [finding for finding in total if not finding.passed]
             print(line, *wrong[:5], flush=True)
             _write(options, findings, complete=False)
 
@@ -93,7 +90,7 @@ def rank_main(options: argparse.Namespace) -> None:
 def _write(options: argparse.Namespace, findings: list[Finding], complete: bool) -> None:
     gpus = torch.cuda.device_count()
     content = {
-        "environment": environment() | {"commit": options.commit},
+        "environment": gpu_environment(options.commit),
         "gpus": gpus,
         "ranks": NUM_RANKS,
         "ranks_per_gpu": -(-NUM_RANKS // gpus),
@@ -102,7 +99,7 @@ def _write(options: argparse.Namespace, findings: list[Finding], complete: bool)
         "passed": all(finding.passed for finding in findings),
         "complete": complete,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:

@@ -261,7 +261,7 @@ def check_mutant(bench: Bench, size: int) -> Iterator[Check]:
         pushes = [step for step in original(cuts, first, size)[0] if step[0] != ADD]
         chain = [pushes[0]]
         for push in pushes[1:]:
-            chain += [push, (ADD, 0, 0)]
+            chain += [push, (ADD, 0)]
         return (tuple(chain),)
 
     peer.tree_programs = in_rank_order

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from h3lib.bench.order_free import errors, unit_leaves
 from h3lib.compare import different_elements
 from h3lib.contract import model_size, subtree_roots
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.model.weights import digest
 from h3lib.ops.tree import partial_roots, root_nodes, tree_sum
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--size", default=SIZE)
     options = parser.parse_args()
     content = measure(options.rows, options.size)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ of the bits, so it is pinned.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,12 +29,12 @@ from h3lib.bench.measure import Protocol, report
 from h3lib.bench.stock import StockBlock
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES
+from h3lib.files import write_json
 from h3lib.model.inputs import BlockInputs, block_inputs, block_weights, trace_block
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
 from h3lib.ops.tree import partial_roots, tree_sum
 from h3lib.parallel.shard import SeqShard
-from h3lib.provenance import git_commit
 
 ROWS, BLOCK, LARGEST, OUTLIER = 264, 128, 448.0, 100.0
 SHORT, PRECISE, EXACT = None, 128, 32
@@ -236,10 +235,8 @@ def main() -> None:
             print(products[-1], flush=True)
         by_rows.append(measure_rows(name, x, w))
     block = measure_block(weights, block_inputs(size, source, packed, shard, 0))
-    content = report([], git_commit() or "unknown", Protocol(), True)
-    content |= {"rows": rows, "products": products, "by_rows": by_rows, "block": block}
-    content["complete"] = content.pop("complete")
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    found = {"products": products, "by_rows": by_rows, "block": block}
+    write_json(options.out, report([], Protocol(), True, rows=rows, **found))
 
 
 if __name__ == "__main__":

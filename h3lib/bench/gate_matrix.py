@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from h3lib.bench.stock import StockBlock
 from h3lib.compare import different_elements
 from h3lib.contract import model_size
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.model.block import Block
 from h3lib.model.inputs import BlockInputs, block_inputs, block_weights
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
     grid = (options.layouts, options.dtypes, options.rows, options.seeds)
-    options.out.write_text(json.dumps(measure(*map(tuple, grid)), indent=1) + "\n")
+    write_json(options.out, measure(*map(tuple, grid)))
 
 
 if __name__ == "__main__":

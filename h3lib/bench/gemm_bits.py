@@ -1,19 +1,18 @@
-"""Bits of the products on a GPU: `python -m h3lib.bench.gemm bits --out FILE`.
+"""Bits of the products on a GPU: references, ragged shapes, slices, roots of ranks, tiles.
 
-Every check gives findings: what was compared with what, elements, how many differ. Equality is of
-bytes; only a NaN's payload is free. `tests/ops/hopper/test_gemm_gpu.py` asserts the same findings.
+`h3lib.bench.bits` runs every check; `tests/ops/hopper/test_gemm_gpu.py` asserts the same findings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
 from h3lib.bench import gemm_reference as reference
+from h3lib.bench.findings import Finding, found
 from h3lib.contract import NUM_SEQUENCE_UNITS, Contract, RowUnits
 from h3lib.ops.adaln import timestep_chain_dw
 from h3lib.ops.gemm import (
@@ -25,8 +24,9 @@ from h3lib.ops.gemm import (
     unit_tree_roots,
 )
 from h3lib.ops.hopper import directives
-from h3lib.ops.hopper.gemm_chain import chain_fp32, chain_launch
+from h3lib.ops.hopper.gemm_chain import chain_launch
 from h3lib.ops.hopper.gemm_fold import fold_launch
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_tree import subtree_launch
 from h3lib.ops.tree import root_nodes, tree_sum
 
@@ -35,35 +35,6 @@ EVERY = range(8)
 ROWS = (1, 2, 7, 63, 65, 131, 264, 513, 1097, 4225, 8193)
 SMALL_CONTRACTS = (Contract(key_block=16, row_block=4), Contract(key_block=32, row_block=8))
 D, A, F = 1536, 2048, 4096  # widths of size `small`
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One comparison; `expected_equal` is False for a mutant, which must differ."""
-
-    check: str
-    case: str
-    elements: int
-    different: int
-    expected_equal: bool = True
-
-    @property
-    def passed(self) -> bool:
-        agrees = (self.different == 0) == self.expected_equal
-        return agrees and self.different >= 0 and self.elements > 0
-
-
-def difference(value: Tensor, expected: Tensor) -> int:
-    """Elements whose bytes differ; -1 if dtype or shape do."""
-    if value.dtype != expected.dtype or value.shape != expected.shape:
-        return -1
-    integer = {2: torch.int16, 4: torch.int32}[value.element_size()]
-    differ = value.contiguous().view(integer) != expected.contiguous().view(integer)
-    return int((differ & ~(value.isnan() & expected.isnan())).sum())
-
-
-def found(check: str, case: str, value: Tensor, expected: Tensor, equal: bool = True) -> Finding:
-    return Finding(check, case, value.numel(), difference(value, expected), equal)
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -151,6 +122,11 @@ def check_fp32() -> Iterator[Finding]:
     leaves = [reference.reference_fma(a[:, u * w : u * w + w], b[u * w : u * w + w]) for u in EVERY]
     expected = reference.eight(leaves)
     yield found("fp32", "unit tree", product(parts, torch.float32), expected)
+    rows = RowUnits(1097)
+    dy, x = random(1097, 96, dtype=torch.float32), random(1097, 200, dtype=torch.float32)
+    spans = [rows.sequence_unit_rows(range(unit, unit + 1)) for unit in EVERY]
+    leaves = [reference.reference_fma(dy[r.start : r.stop].T, x[r.start : r.stop]) for r in spans]
+    yield found("fp32", "row fold", fold(dy, x, rows), reference.eight(leaves))
     for dtype in (BF16, torch.float32):
         for m in (1, 2, 5):
             dm, s = random(m, 1000, dtype=dtype), random(m, 672, dtype=dtype)

@@ -2,7 +2,7 @@
 
 One JSON with the rows of `bench/rowwise.py`, `gemm.py`, `attention.py` and `block.py`, or of some
 of them (`--parts`); `complete` is true only in the file of a run that came to its end, and `parts`
-says of which.
+says of which. Part `tiles`, in a run of its own, times every entry of the directive tables.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tqdm import tqdm
 from h3lib.bench.measure import Protocol, Row, report
 from h3lib.contract import BackendError
 from h3lib.ops.backend import load_backend
-from h3lib.provenance import git_commit
 
-PARTS = ("rowwise", "gemm", "attention", "block")
+DEFAULT = ("rowwise", "gemm", "attention", "block")
 """The cheapest first."""
+PARTS = (*DEFAULT, "tiles")
 
 
 def measure_part(part: str, protocol: Protocol) -> Iterator[tuple[str, Row | dict]]:
@@ -29,23 +29,24 @@ def measure_part(part: str, protocol: Protocol) -> Iterator[tuple[str, Row | dic
     from h3lib.bench import attention, block, gemm, rowwise
 
     if part == "rowwise":
-        short = Protocol(round_ms=20.0, warm_up_ms=60.0)
         for rows in rowwise.ROWS:
-            graph = rows <= rowwise.GRAPH_MAX_ROWS
-            found = rowwise.measure(rows, short.under_graph() if graph else short)
-            yield from (("measurements", row) for row in found)
+            yield from (("measurements", row) for row in rowwise.measure(rows))
     elif part == "gemm":
         yield from (("measurements", row) for row in gemm.measure_all(protocol))
     elif part == "attention":
         for rows in attention.ROWS:
             yield from (("measurements", row) for row in attention.measure(rows, protocol))
+    elif part == "tiles":
+        yield from (("measurements", row) for row in gemm.measure_tiles(protocol))
+        for rows in attention.TILE_ROWS:
+            yield from (("attention", row) for row in attention.measure_tiles(rows, protocol))
     else:
         for rows in block.ROWS:
             yield from block.measure(rows, protocol)
             torch.cuda.empty_cache()
 
 
-def bench_kernels(out: Path, parts: Sequence[str] = PARTS) -> None:
+def bench_kernels(out: Path, parts: Sequence[str] = DEFAULT) -> None:
     """Measure and write `out`, after every result.
 
     **Raises:** BackendError for a part that does not exist, and for a GPU or Triton that the
@@ -57,12 +58,10 @@ def bench_kernels(out: Path, parts: Sequence[str] = PARTS) -> None:
     load_backend("triton", "cuda")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    protocol, rows, others = Protocol(), [], {}
+    protocol, rows, others = Protocol(warm_up_ms=100.0), [], {}
 
     def write(complete: bool) -> None:
-        content = report(rows, git_commit() or "unknown", protocol, complete)
-        del content["complete"]
-        content |= {"parts": list(parts)} | others | {"complete": complete}
+        content = report(rows, protocol, complete, parts=list(parts), **others)
         out.write_text(json.dumps(content, indent=1) + "\n")
 
     for part in parts:

@@ -29,12 +29,11 @@ from pathlib import Path
 
 import torch
 
-from h3lib.bench.measure import environment
 from h3lib.contract import PUBLISHED, PeerError
 from h3lib.layout import Layout
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.launch import die_with_launcher, run_ranks, watch
-from h3lib.provenance import git_commit
+from h3lib.provenance import gpu_environment
 
 LAYOUTS = (
     "tp1", "tp2", "tp2-sp", "cp2", "tp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp", "cp4", "tp8", "tp8-sp",
@@ -130,7 +129,7 @@ def _header(gpus: int, rows: Sequence[int]) -> dict[str, object]:
     from h3lib.parallel.peer import CAPACITY_BYTES
 
     return {
-        "environment": environment() | {"commit": git_commit() or "unknown"},
+        "environment": gpu_environment(),
         "contract": PUBLISHED.id,
         "size": "full",
         "gpus": gpus,

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from h3lib import provenance
+from h3lib.provenance import gpu_environment
 
 Call = Callable[[int], object]
 """One launch on the operand set with this index."""
@@ -70,14 +70,14 @@ def compare(
 
 def medians(calls: Sequence[Call], num_sets: int, protocol: Protocol = STANDARD) -> list[float]:
     """Median time of each call in microseconds, over interleaved rounds."""
-    runs = [_graphed(call, num_sets) if protocol.graph else call for call in calls]
+    runs = [graphed(call, num_sets) if protocol.graph else call for call in calls]
     sets = 1 if protocol.graph else num_sets  # a graph already holds one launch of every set
     repeats = [_warm_up(run, sets, protocol) for run in runs]
     times: list[list[float]] = [[] for _ in calls]
     for round_index in range(protocol.rounds):
         order = range(len(calls)) if round_index % 2 == 0 else reversed(range(len(calls)))
         for i in order:
-            times[i].append(_time_us(runs[i], repeats[i], sets))
+            times[i].append(time_us(runs[i], repeats[i], sets))
     per_launch = num_sets if protocol.graph else 1
     return [statistics.median(t) / per_launch for t in times]
 
@@ -87,34 +87,28 @@ def num_buffer_sets(bytes_per_set: int, cache_bytes: int = 60 << 20) -> int:
     return max(2, -(-4 * cache_bytes // max(1, bytes_per_set)) + 1)
 
 
-def environment() -> dict[str, object]:
-    """GPU, driver and versions that the times belong to."""
-    versions = provenance.versions("python", "torch", "triton")
-    place = {"git_dirty": provenance.git_dirty(), "date": provenance.date()}
-    return provenance.gpu() | versions | place
-
-
 def report(
-    rows: Sequence[Row | dict], commit: str, protocol: Protocol, complete: bool
+    rows: Sequence[Row | dict], protocol: Protocol, complete: bool, **others: object
 ) -> dict[str, object]:
-    """The JSON of one benchmark."""
+    """The JSON of one benchmark; `complete` is its last key."""
     return {
-        "environment": environment() | {"commit": commit},
+        "environment": gpu_environment(),
         "protocol": asdict(protocol),
         "measurements": [row if isinstance(row, dict) else asdict(row) for row in rows],
+        **others,
         "complete": complete,
     }
 
 
 def _warm_up(run: Call, sets: int, protocol: Protocol) -> int:
     """Run for `warm_up_ms`; how many launches fill a round."""
-    first = _time_us(run, 2 * sets, sets)
+    first = time_us(run, 2 * sets, sets)
     repeats = max(1, int(1000 * protocol.warm_up_ms / first))
-    steady = _time_us(run, repeats, sets)
+    steady = time_us(run, repeats, sets)
     return max(sets, int(1000 * protocol.round_ms / steady))
 
 
-def _time_us(run: Call, repeats: int, sets: int) -> float:
+def time_us(run: Call, repeats: int, sets: int = 1) -> float:
     """Mean time of one launch among `repeats` in a row, between two events."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -125,7 +119,7 @@ def _time_us(run: Call, repeats: int, sets: int) -> float:
     return 1000 * start.elapsed_time(stop) / repeats
 
 
-def _graphed(call: Call, num_sets: int) -> Call:
+def graphed(call: Call, num_sets: int) -> Call:
     """A replay that launches every set once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

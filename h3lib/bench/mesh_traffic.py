@@ -21,13 +21,13 @@ K and V whole): this counts what other designs would send.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from h3lib.contract import LayoutError, model_size
+from h3lib.files import write_json
 
 GPUS_PER_NODE = 8
 GPU_COUNTS = (16, 24, 32, 48, 64, 72, 96, 128, 144)
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     options = parser.parse_args()
     content = count(tuple(options.gpus), options.rows)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":

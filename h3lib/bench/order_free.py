@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, ModelSize, model_size
+from h3lib.files import write_json
 from h3lib.model.weights import digest, synthetic_rows
 from h3lib.ops.gemm import chain
 from h3lib.ops.tree import tree_sum
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--size", default=SIZE)
     options = parser.parse_args()
     content = measure(options.rows, options.size)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":

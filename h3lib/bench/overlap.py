@@ -12,8 +12,6 @@ overlap and without, every output and gradient is compared byte for byte.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,59 +19,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h3lib.bench.collectives import Bench
-from h3lib.bench.measure import environment
+from h3lib.bench.collectives import Bench, start_ranks
+from h3lib.bench.left_out import LeftOut
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES, PeerError
+from h3lib.files import write_json
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import Block
 from h3lib.model.inputs import block_inputs, block_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.collective import TreeCollective
-from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.mesh import Mesh, local_mesh
 from h3lib.parallel.overlap import AS_SUITS, IN_TURN, Chunks
 from h3lib.parallel.shard import SeqShard
-from h3lib.parallel.transport import Call, Cuts, Level, Slice
-from h3lib.provenance import git_commit
+from h3lib.parallel.transport import Level
+from h3lib.provenance import gpu_environment
 
 ROWS = (14910, 4096, 264)
 GRAPH_MAX_ROWS = 264
 PASSES = {"block forward": False, "block forward + backward": True}
 WITH, WITHOUT, LEFT_OUT = "with overlap", "without overlap", "communication left out"
-
-
-class LeftOut(Level):
-    """A level that moves nothing: results have their shape and no meaning."""
-
-    def __init__(self, like: Level):
-        self.rank, self.size, self.unit, self._like = like.rank, like.size, like.unit, like
-
-    def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
-        return self._like.slices(num_elements, num_roots)
-
-    def gather(
-        self,
-        part: Tensor,
-        lengths: Sequence[int],
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return part.new_empty(sum(lengths)) if out is None else out
-
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        length = sum(stop - start for start, stop in parts[self.rank])
-        return flat.new_empty((1, length), dtype=dtype) if out is None else out.view(1, length)
 
 
 @dataclass(frozen=True)
@@ -103,7 +70,7 @@ class Case:
         self.layout, self.rows = layout, rows
         source = SyntheticWeights(SIZES[size], 0, device)
         owner = Ownership.of(layout, rows, PUBLISHED)
-        peers, silent = TreeCollective(ranks), TreeCollective(LeftOut(ranks))
+        peers, silent = TreeCollective(ranks), TreeCollective(LeftOut(ranks.rank, ranks.size))
         meshes = {
             WITH: self._mesh(peers, AS_SUITS),
             WITHOUT: self._mesh(peers, IN_TURN),
@@ -175,7 +142,7 @@ def rank_main(out: Path, rows: Sequence[int]) -> None:
 
     def write(complete: bool) -> None:
         content = {
-            "environment": environment() | {"commit": git_commit() or "unknown"},
+            "environment": gpu_environment(),
             "ranks": bench.size,
             "nvls": "off",
             "measurements": [asdict(row) for row in measurements],
@@ -183,7 +150,7 @@ def rank_main(out: Path, rows: Sequence[int]) -> None:
             "complete": complete,
         }
         if bench.rank == 0:
-            out.write_text(json.dumps(content, indent=1) + "\n")
+            write_json(out, content)
 
     for layout in (Layout(bench.size), Layout(bench.size, sp=True), Layout(cp=bench.size)):
         for num_rows in rows:
@@ -204,15 +171,7 @@ def bench_overlap(out: Path, rows: Sequence[int] = ROWS, timeout_s: float = 600.
     ranks = torch.cuda.device_count()
     if ranks < 2:
         raise PeerError("GPUs", ranks, "2 or more: a rank alone exposes nothing")
-    with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
-        log, arguments = Path(folder, "log"), [str(out), *map(str, rows)]
-        variables = {"NCCL_NVLS_ENABLE": "0"}
-        status = run_ranks(
-            "h3lib.bench.overlap", arguments, ranks, timeout_s, log, lambda: None, variables
-        )
-        if status:
-            tail = log.read_text(errors="replace")[-3000:]
-            raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")
+    start_ranks("h3lib.bench.overlap", [str(out), *map(str, rows)], ranks, timeout_s)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h3lib.bench.collectives_checks import BF16, F32, Bench, Check, even, leaves_of, plain_tree
 from h3lib.bench.collectives_checks import roots_of as roots_of_rank
+from h3lib.parallel import peer
 from h3lib.parallel.overlap import (
     Chunks,
     ColumnProduct,
@@ -24,6 +25,7 @@ from h3lib.parallel.overlap import (
 
 ROWS, WIDTH = 700, 336
 SLEEP_CYCLES = 300_000
+peer.LANE_BYTES = 0  # operands of any size go beside what follows
 
 
 def slow_copy(roots: Tensor) -> RowProduct:
@@ -89,7 +91,8 @@ def check_products_after_gather(bench: Bench, size: int) -> Iterator[Check]:
     double = ColumnProduct(WIDTH, lambda x, out: torch.mul(x, 2, out=out))
     for name, cuts in (("even", even(ROWS, size)), ("last", [0] * size + [ROWS])):
         own = slice(cuts[bench.rank], cuts[bench.rank + 1])
-        rows, (twice, again) = gather_products(collective, whole[own], cuts, [double, double])
+        products, chunks = [double, double], Chunks(100)
+        rows, (twice, again) = gather_products(collective, whole[own], cuts, products, chunks)
         yield f"rows, {name}", rows, whole, True
         yield f"product, {name}", twice, 2 * whole, True
         yield f"second product, {name}", again, 2 * whole, True

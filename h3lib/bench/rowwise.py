@@ -1,4 +1,4 @@
-"""Row-wise ops of the block beside a copy: `python -m h3lib.bench.rowwise --out FILE`.
+"""Row-wise ops of the block beside a copy: `h3lib bench kernels --parts rowwise --out FILE`.
 
 theirs is a device-to-device copy that reads and writes as many bytes together as the op reads and
 writes, so that ratio is the share of the measured copy bandwidth that the op reaches.
@@ -6,22 +6,20 @@ writes, so that ratio is the share of the measured copy bandwidth that the op re
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.measure import Protocol, Row, compare, num_buffer_sets, report
+from h3lib.bench.measure import Protocol, Row, compare, num_buffer_sets
 from h3lib.contract import RowUnits, model_size
 from h3lib.ops import adaln, norm, rope, swiglu
 
 ROWS = (264, 4096, 14910, 37776)
 GRAPH_MAX_ROWS = 4096
+PROTOCOL = Protocol(round_ms=20.0, warm_up_ms=60.0)
 SIZE = model_size("full")
 D, F, N, H = SIZE.hidden_size, SIZE.ffn_dim, SIZE.num_attention_heads, SIZE.attention_head_dim
 A, HALF = N * H, SIZE.rotary_dim // 2
@@ -116,7 +114,9 @@ def cases(rows: int) -> list[Case]:
     ]
 
 
-def measure(rows: int, protocol: Protocol) -> Iterator[Row]:
+def measure(rows: int) -> Iterator[Row]:
+    """Every op; a graph where eager launches cost more than they run."""
+    protocol = PROTOCOL.under_graph() if rows <= GRAPH_MAX_ROWS else PROTOCOL
     for case in cases(rows):
         num_bytes = rows * case.row_bytes
         num_sets = num_buffer_sets(num_bytes)
@@ -133,21 +133,3 @@ def measure(rows: int, protocol: Protocol) -> Iterator[Row]:
         what = f"{num_bytes} bytes"
         yield compare(case.name, what, rows, "copy", ours, theirs, num_sets, protocol)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit that is measured")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    protocol, rows = Protocol(round_ms=20.0, warm_up_ms=60.0), []
-    for num_rows in ROWS:
-        use = protocol.under_graph() if num_rows <= GRAPH_MAX_ROWS else protocol
-        for row in measure(num_rows, use):
-            print(row, flush=True)
-            rows.append(row)
-    args.out.write_text(json.dumps(report(rows, args.commit, protocol, True), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

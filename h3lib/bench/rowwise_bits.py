@@ -1,4 +1,4 @@
-"""Bits of the row-wise kernels on one GPU: `python -m h3lib.bench.rowwise_bits --out FILE`.
+"""Bits of the row-wise kernels on one GPU; `h3lib.bench.bits` runs every check.
 
 slices   any rows alone, rows permuted, a TP rank's columns: the bytes of the whole
 eager    modulation, residual and rotary give the eager op's bytes; norm and swiglu, whose sum
@@ -9,15 +9,13 @@ folds    backward passes with row folds: the eager ops' bytes for every rank's r
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench.findings import Check, Finding, write_findings
+from h3lib.bench.findings import Check, Finding
 from h3lib.contract import RowUnits
 from h3lib.ops import adaln, norm, rope, swiglu
 
@@ -219,15 +217,3 @@ CHECKS: dict[str, Check] = {
     "norm": check_norm,
     "swiglu": check_swiglu,
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit that is checked")
-    args = parser.parse_args()
-    write_findings(CHECKS, args.commit, args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ for TMA) and cuBLAS. Few rows are timed as CUDA graphs, all with rotated random 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from h3lib.bench.measure import Protocol, medians, num_buffer_sets, report
 from h3lib.compare import different_elements
 from h3lib.contract import SIZES
+from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
 from h3lib.ops.gemm import linear_forward
 from h3lib.ops.hopper.compat import num_multiprocessors
 from h3lib.ops.hopper.compiled import Code, compile_offline
-from h3lib.provenance import git_commit
 
 ROWS = (1, 31, 264, 4096, 37776)
 GRAPH_ROWS = 264
@@ -199,9 +198,8 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-        content = report(found, git_commit() or "unknown", Protocol(), False)
-        content |= {"code": code, "complete": len(found) == len(products())}
-        given.out.write_text(json.dumps(content, indent=1) + "\n")
+        content = report(found, Protocol(), len(found) == len(products()), code=code)
+        write_json(given.out, content)
 
 
 if __name__ == "__main__":

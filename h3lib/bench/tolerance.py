@@ -11,7 +11,6 @@ tests use, in their usual constants.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from h3lib.bench.mutants import MUTANTS, Mutant
 from h3lib.canonical import canonical_tensors
 from h3lib.compare import different_elements, take
 from h3lib.contract import model_size
+from h3lib.files import write_json
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import GRADIENT, OUTPUT, ROOT, Key, Record
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--size", default=SIZE)
     options = parser.parse_args()
     content = measure(options.layout, options.rows, options.size)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(options.out, content)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.bench.measure import environment
 from h3lib.contract import PUBLISHED, ModelSize, PeerError, model_size
 from h3lib.layout import Layout
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
@@ -33,6 +32,7 @@ from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, Transformer
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.launch import run_ranks
 from h3lib.parallel.shard import SeqShard
+from h3lib.provenance import gpu_environment
 
 CONFIG = (
     "num_attention_heads", "attention_head_dim", "hidden_size", "num_layers", "num_refiner_layers",
@@ -168,7 +168,7 @@ def write_report(
 ) -> None:
     """One JSON; `complete` is its last key."""
     content = {
-        "environment": environment() | {"commit": commit},
+        "environment": gpu_environment(commit),
         "contract": PUBLISHED.id,
         "size": size.name,
         "blocks": size.num_layers,

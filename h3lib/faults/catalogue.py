@@ -81,9 +81,11 @@ class Injection:
     def expects_error(self) -> bool:
         return self.fault not in HARMLESS
 
-    def spoils_call(self) -> bool:
-        """Whether the victim brings another operand, or asks for another collective."""
-        return self.fault in SPOILT
+    def spoilt_calls(self) -> list[str]:
+        """Calls that the victim makes instead; if all ranks make one, nothing is wrong with it."""
+        reduces = self.collective not in GATHERS
+        valid = [wrong for wrong in SPOILT if not (wrong in ("dtype", "cuts") and reduces)]
+        return [wrong for wrong in valid if self.fault in (wrong, "nothing")]
 
 
 SPOILT = ("shape", "shape of as many elements", "dtype", "collective", "cuts")
@@ -129,14 +131,20 @@ def _draw(
 
 def well(device: str, num_ranks: int) -> list[Injection]:
     """Injections of nothing, for every collective: after them no kernel needs to be compiled."""
+    kinds = [
+        (collective, num_elements, levels)
+        for collective in COLLECTIVES
+        for num_elements in _OFTEN
+        for levels in ((1,) if num_ranks % 2 else (1, 2))
+    ]
     return [
         Injection(
-            number=-1 - number,
+            number=-1 - place,
             fault="nothing",
             when=BEFORE,
             victim=0,
             collective=collective,
-            calls_before=1,
+            calls_before=0,
             num_elements=num_elements,
             levels=levels,
             device=device,
@@ -144,10 +152,5 @@ def well(device: str, num_ranks: int) -> list[Injection]:
             timeout_s=60.0,
             delay_s=0.0,
         )
-        for number, (collective, num_elements, levels) in enumerate(
-            (collective, num_elements, levels)
-            for collective in COLLECTIVES
-            for num_elements in _OFTEN
-            for levels in ((1,) if num_ranks % 2 else (1, 2))
-        )
+        for place, (collective, num_elements, levels) in enumerate(kinds)
     ]

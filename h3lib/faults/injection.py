@@ -155,48 +155,53 @@ class Campaign:
     """Injections, played by several worlds at once; each takes the next that nobody has taken."""
 
     def __init__(self, context: BaseContext, injections: list[Injection], jobs: int):
-        self.context, self.injections, self.jobs = context, injections, jobs
-        self.processes_left = 0
-        self._waiting, self._done = queue.SimpleQueue(), queue.SimpleQueue()
-        for injection in injections:
-            self._waiting.put(injection)
+        self.injections, self.jobs, self.processes_left = injections, jobs, 0
+        self._worlds = [World(context, injections[0].num_ranks) for _ in range(jobs)]
 
     def play(self) -> Iterator[Outcome]:
-        """Outcomes as they come. On GPUs one world first makes everybody's kernels."""
-        size, device = self.injections[0].num_ranks, self.injections[0].device
-        first = World(self.context, size)
-        if device == "cuda":
-            for injection in well(device, size):
-                outcome = judge(injection, first.play(injection))
-                if not outcome.passed:
-                    first.end()
-                    raise FaultsError("outcome of an injection of nothing", outcome, "no error")
-        worlds = [first, *[World(self.context, size) for _ in range(self.jobs - 1)]]
-        threads = [threading.Thread(target=self._play_all, args=(world,)) for world in worlds]
+        """Outcomes as they come. On GPUs injections of nothing come first: they compile kernels.
+
+        **Raises:** FaultsError if nothing is injected and something is wrong.
+        """
+        first = self.injections[0]
+        try:
+            if first.device == "cuda":
+                for outcome in self._play_all(well(first.device, first.num_ranks)):
+                    if not outcome.passed:
+                        raise FaultsError("outcome without a fault", outcome, "nothing wrong")
+            yield from self._play_all(self.injections)
+        finally:
+            self.processes_left = sum(world.end() for world in self._worlds)
+
+    def _play_all(self, injections: list[Injection]) -> Iterator[Outcome]:
+        waiting, done = queue.SimpleQueue(), queue.SimpleQueue()
+        for injection in injections:
+            waiting.put(injection)
+
+        def play(world: World) -> None:
+            try:
+                while True:
+                    injection = waiting.get_nowait()
+                    done.put(judge(injection, world.play(injection)))
+            except queue.Empty:
+                pass
+            except BaseException as error:  # noqa: BLE001  raised where outcomes are waited for
+                done.put(error)
+
+        threads = [threading.Thread(target=play, args=(world,)) for world in self._worlds]
         for thread in threads:
             thread.start()
         try:
-            for _ in self.injections:
-                outcome = self._done.get()
+            for _ in injections:
+                outcome = done.get()
                 if isinstance(outcome, BaseException):
                     raise outcome
                 yield outcome
         finally:
-            while not self._waiting.empty():
-                self._waiting.get()
+            while not waiting.empty():
+                waiting.get()
             for thread in threads:
                 thread.join()
-            self.processes_left = sum(world.end() for world in worlds)
-
-    def _play_all(self, world: World) -> None:
-        try:
-            while True:
-                injection = self._waiting.get_nowait()
-                self._done.put(judge(injection, world.play(injection)))
-        except queue.Empty:
-            pass
-        except BaseException as error:  # noqa: BLE001  raised by the thread that waits
-            self._done.put(error)
 
 
 def _gpu_bytes(context: BaseContext, device: str) -> list[int]:

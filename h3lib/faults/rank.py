@@ -100,8 +100,11 @@ class Group:
     def _sum(self, span: range) -> Tensor:
         return tree_sum(lambda s: self.leaves[s.start] if len(s) == 1 else None, span)
 
-    def call(self, wrong: str = "") -> Tensor:
-        """The collective once; `wrong` says what this rank alone does otherwise."""
+    def call(
+        self, wrong: str = "", within: contextlib.AbstractContextManager | None = None
+    ) -> Tensor:
+        """The collective once, `within` a context that its operands are not made in; `wrong` says
+        what this rank alone does otherwise."""
         injection, name = self.injection, self.injection.collective
         if wrong == "collective":
             name = "all_gather_rows" if name != "all_gather_rows" else "all_gather_columns"
@@ -109,11 +112,13 @@ class Group:
         if name.startswith("all_gather"):
             part = self.leaves[0][row_cuts[self.rank] : row_cuts[self.rank + 1]]
             part = part.T if name == "all_gather_columns" else part
-            return getattr(self.collective, name)(*spoilt(part, row_cuts, wrong, name))
-        roots, *cuts = spoilt(self.roots(), leaf_cuts, wrong, name)
-        if name == "all_reduce":
-            return self.collective.all_reduce(roots, *cuts, torch.float32)
-        return self.collective.reduce_scatter_rows(roots, *cuts, row_cuts, torch.float32)
+            operands = spoilt(part, row_cuts, wrong, name)
+        else:
+            operands = *spoilt(self.roots(), leaf_cuts, wrong, name), torch.float32
+            if name == "reduce_scatter_rows":
+                operands = *operands[:2], row_cuts, torch.float32
+        with within or contextlib.nullcontext():
+            return getattr(self.collective, name)(*operands)
 
     def expected(self) -> Tensor:
         """The result, without a collective."""
@@ -175,13 +180,18 @@ class Rank:
                 self._signal()
             for _ in range(_MANY):  # until the fault is noticed
                 self._compare(step(), expected)
+        if injection.fault == "nothing":
+            for wrong in injection.spoilt_calls():
+                group.call(wrong)
         if not self.is_victim:
             self._compare(step(), expected)
             return
         self._fault()
-        with around(injection, self._mark):
-            wrong = () if injection.when == GRAPH else (injection.fault,)
-            self._compare(step(*wrong), expected)
+        if injection.when == GRAPH:
+            self._compare(step(), expected)
+        else:
+            faulty = group.call(injection.fault, around(injection, self._mark))
+            self._compare(faulty, expected)
 
     def _fault(self) -> None:
         """What the victim does before its faulty call."""
@@ -226,12 +236,12 @@ class Rank:
 
         A victim that calls otherwise captures that; all have made its call once, as a capture asks.
         """
-        wrong = self.injection.fault if self.injection.spoils_call() else ""
-        for name in {"", wrong}:
-            group.call(name)
+        calls = ["", *self.injection.spoilt_calls()]
+        for wrong in calls:
+            group.call(wrong)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            value = group.call(wrong if self.is_victim else "")
+            value = group.call(calls[-1] if self.is_victim else "")
 
         def step() -> Tensor:
             graph.replay()

@@ -19,6 +19,7 @@ from h3lib.parallel.transport import Level
 
 _BUFFER_BYTES = 1 << 20
 _TOO_MANY_BYTES = 1 << 46
+_CYCLES_A_SECOND = 2e9  # of the fastest clock: a GPU sleeps at least as long
 
 
 def spoilt(part: Tensor, cuts: list[int], wrong: str, name: str) -> tuple[Tensor, list[int]]:
@@ -40,7 +41,7 @@ def spoilt(part: Tensor, cuts: list[int], wrong: str, name: str) -> tuple[Tensor
 @contextlib.contextmanager
 def expandable_segments() -> Iterator[None]:
     """PyTorch's allocator as under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and it is."""
-    set_allocator = torch.cuda.memory._set_allocator_settings
+    set_allocator = torch._C._accelerator_setAllocatorSettings
     torch.cuda.empty_cache()
     set_allocator("expandable_segments:True")
     try:
@@ -68,24 +69,22 @@ def without_memory(injection: Injection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def late_inside(injection: Injection, wait: Callable[[], None]) -> Iterator[None]:
-    """`wait` in the middle of the next collective: its kernel is not launched yet, or its header is
-    sent."""
+def late_inside(injection: Injection, mark: Callable[[], None]) -> Iterator[None]:
+    """Late in the next collective: its header is sent, or it is asked for and its GPU is busy."""
     if injection.device == "cuda":
-        from h3lib.parallel.peer_steps import PeerSteps as place  # needs Triton
-
-        name = "_launch"
-    else:
-        place, name = gloo.GlooTransport, "_move"
-    original, waited = getattr(place, name), []
+        mark()
+        torch.cuda._sleep(int(_delay_s(injection) * _CYCLES_A_SECOND))
+        yield
+        return
+    original, late = gloo.GlooTransport._move, []
 
     def slowly(*arguments):
-        if not waited:
-            waited.append(True)
-            wait()
+        if not late:
+            late.append(True)
+            be_late(injection, mark)
         return original(*arguments)
 
-    with replaced(place, name, slowly):
+    with replaced(gloo.GlooTransport, "_move", slowly):
         yield
 
 
@@ -104,14 +103,18 @@ def around(injection: Injection, mark: Callable[[], None]) -> contextlib.Abstrac
     if injection.fault == "out of memory":
         return without_memory(injection)
     if injection.fault.startswith("late") and injection.when == DURING:
-        return late_inside(injection, lambda: be_late(injection, mark))
+        return late_inside(injection, mark)
     return contextlib.nullcontext()
 
 
 def be_late(injection: Injection, mark: Callable[[], None]) -> None:
     mark()
+    time.sleep(_delay_s(injection))
+
+
+def _delay_s(injection: Injection) -> float:
     timeout_s = injection.timeout_s
-    time.sleep(timeout_s + 1.5 if injection.fault == "late" else timeout_s / 4)
+    return timeout_s + 1.5 if injection.fault == "late" else timeout_s / 4
 
 
 def open_tree(control: gloo.GlooTransport, fault: str) -> Level:

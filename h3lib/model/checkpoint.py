@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h3lib.contract import CheckpointError, ModelSize
+from h3lib.files import write_json
 from h3lib.layout import Region, region_shape
 from h3lib.model.released import (
     DIFFUSERS,
@@ -57,8 +58,12 @@ def write_checkpoint(
     hold nothing, or `names` takes a part of a stored tensor (to_q without to_k).
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = next(folder.iterdir(), None)
+    except OSError as error:  # a file has the name, or a part of the path cannot be written
+        raise CheckpointError("checkpoint folder", str(error), "an empty folder") from error
+    if held is not None:
         raise CheckpointError("checkpoint folder", str(folder), "an empty folder")
     if max_shard_bytes < 1:
         raise CheckpointError("shard size", max_shard_bytes, "at least 1 byte")
@@ -77,14 +82,11 @@ def write_checkpoint(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(keys, file)
     class_name = "MiniMaxH3Transformer3DModel" if layout == DIFFUSERS else "MiniMaxH3DiTModel"
-    _write_json(folder / "config.json", {"_class_name": class_name, **config(source.size, layout)})
+    named = {"_class_name": class_name, **config(source.size, layout)}
+    write_json(folder / "config.json", named, indent=2)
     total = sum(_num_bytes(entry) for entry in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / f"{FILE_STEM[layout]}.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / f"{FILE_STEM[layout]}.safetensors.index.json", index, indent=2)
 
 
 def _num_bytes(entry: Stored) -> int:
@@ -210,10 +212,13 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         problems.append(f"unreadable index {found[0].name}: {error!r}")
         return {}
-    for file in sorted({str(file) for file in weight_map.values()}):
-        if Path(file).name != file:
-            problems.append(f"shard {file} in {found[0].name}: not a file name in the folder")
+    for file in sorted({repr(file) for file in weight_map.values() if not _is_name(file)}):
+        problems.append(f"shard {file} in {found[0].name}: not a file name in the folder")
     return weight_map
+
+
+def _is_name(file: object) -> bool:
+    return isinstance(file, str) and Path(file).name == file
 
 
 def _check_pruned(weight_map: dict[str, str], names: Iterable[str], problems: list[str]) -> None:

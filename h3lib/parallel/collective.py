@@ -51,8 +51,8 @@ class Collective(abc.ABC):
     overlaps = False
     """As `Level.overlaps`."""
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
-        """`run`, which calls this collective, beside what follows if the level can."""
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """As `Level.later`, of `run`, which calls this collective."""
         return Later(run())
 
     @_heard
@@ -215,8 +215,8 @@ class TreeCollective(Collective):
         self.rank, self.size = transport.rank, transport.size
         self.overlaps = transport.overlaps
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
-        return self.transport.later(run)
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        return self.transport.later(run, num_bytes)
 
     def _slices(self, num_elements: int, leaf_cuts: Cuts) -> list[Slice]:
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))

@@ -46,10 +46,18 @@ class NcclTransport(GlooTransport):
 
 
 class NcclLibrary:
-    """NCCL's own collectives of one group, which add in NCCL's order: for benchmarks alone."""
+    """NCCL's own collectives of one group, which add in NCCL's order: for benchmarks alone.
 
-    def __init__(self, world: GlooWorld, ranks: list[int]):
+    With `most_ctas` each of them is launched with at most so many CTAs, in a group of its own that
+    every rank of the world makes alike.
+    """
+
+    def __init__(self, world: GlooWorld, ranks: list[int], most_ctas: int | None = None):
         self.group = world.data_group(ranks)
+        if most_ctas is not None:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = most_ctas
+            self.group = dist.new_group(ranks, backend="nccl", pg_options=options)
 
     def all_reduce(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)

@@ -26,7 +26,7 @@ from h3lib.parallel.later import Later
 from h3lib.parallel.transport import Cuts
 
 ROW_TILE = 128  # of the products: a chunk that ends inside a tile would compute it twice
-MIN_CHUNK_BYTES = 16 << 20  # of FP32 roots: below, barriers and launches cost what they hide
+MIN_CHUNK = 4 << 20  # elements: with fewer, launches cost what they hide
 MAX_CHUNKS = 5
 MAX_SHRINK = 4.0
 PRODUCT_FLOPS, LINK_BYTES = 650e12, 330e9  # of a GPU in a second (H200, 2026-11): only for sizes
@@ -66,18 +66,24 @@ class Chunks:
         if self.rows is not None and self.rows < 1:
             raise OperandError("rows of a chunk", self.rows, "at least 1")
 
+    def split(self, num_rows: int, width: int, collective: Collective) -> bool:
+        """Whether products of so many rows are cut at all."""
+        if self.rows is not None:
+            return self.rows < num_rows
+        worth_it = num_rows * width >= 2 * MIN_CHUNK
+        return self.beside and collective.overlaps and worth_it
+
     def weights(self, product: RowProduct, collective: Collective) -> list[float]:
         """How the rows are shared by the chunks, alike on every rank; one chunk is `[1.0]`."""
         if self.rows is not None:
             return [1.0] * max(1, -(-product.num_rows // self.rows))
-        most = 4 * product.num_rows * product.width // MIN_CHUNK_BYTES
-        if not self.beside or not collective.overlaps or most < 2:
+        if not self.split(product.num_rows, product.width, collective):
             return [1.0]
         moved = 6 * (collective.size - 1) / collective.size / LINK_BYTES
         shrink = min(max(2 * product.depth / PRODUCT_FLOPS / moved, 1.0), MAX_SHRINK)
         for count in range(MAX_CHUNKS, 1, -1):
             weights = [shrink**-i for i in range(count)]
-            if weights[-1] / sum(weights) * most >= 1:
+            if weights[-1] / sum(weights) * product.num_rows * product.width >= MIN_CHUNK:
                 return weights
         return [1.0]
 
@@ -137,7 +143,7 @@ def reduce_product(
         if ranges is pieces[-1]:  # nothing is left to run beside it
             last = run()
         else:
-            results.append(collective.later(run))
+            results.append(collective.later(run, roots.nbytes))
     for result in results:
         result.value()
     return last if out is None else out
@@ -159,10 +165,10 @@ def gather_products(
     Products of this rank's own rows are made while the others' rows come. **Order:** the
     products'. **Raises:** as `all_gather_rows`.
     """
-    if not chunks.beside or (chunks.rows is None and not collective.overlaps):
+    if not chunks.split(row_cuts[-1] - row_cuts[0], x.shape[1], collective):
         whole = collective.all_gather_rows(x, row_cuts)
         return whole, [product.make(whole, None) for product in products]
-    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts))
+    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts), x.nbytes)
     first, *_, last = row_cuts
     own = range(row_cuts[collective.rank] - first, row_cuts[collective.rank + 1] - first)
     results = [x.new_empty(last - first, product.width) for product in products]

@@ -32,7 +32,7 @@ from h3lib.parallel.agreement import check_calls
 from h3lib.parallel.gloo import GlooTransport, check_same
 from h3lib.parallel.later import Later
 from h3lib.parallel.peer_kernels import UNIT
-from h3lib.parallel.peer_lane import LANE_CHANNELS, Lane
+from h3lib.parallel.peer_lane import LANE_BYTES, LANE_CHANNELS, Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
 from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
 from h3lib.parallel.peer_steps import PeerSteps, capturing
@@ -135,10 +135,11 @@ class PeerTree(Level):
             return [(0, num_elements)] * self.size
         return super().slices(num_elements, num_roots)
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
         """As `Level.later`, on a stream of its own; `checked` calls are checked by `value`."""
-        if not self.overlaps:
-            return super().later(run)
+        small = num_bytes < LANE_BYTES and not (self._lane and self._lane.busy)
+        if small or not self.overlaps:
+            return Later(run())
         self._lane, steps = self._lane or Lane(self._settle), self._open_steps()
         steps.channels = min(LANE_CHANNELS, self.shape.channels)
         try:

@@ -46,6 +46,17 @@ def _at(address, dtype: tl.constexpr):
 
 
 @triton.jit
+def _bits(out):
+    """Elements as integers of their width: what is copied is never touched as a number."""
+    if out.dtype.element_ty == tl.bfloat16:
+        return out.to(tl.pointer_type(tl.int16), bitcast=True)
+    elif out.dtype.element_ty == tl.float32:
+        return out.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        return out
+
+
+@triton.jit
 def _slot(base, channel, epoch, slot_words, num_pages):
     """The address of a channel's slot of an epoch, in the buffer at `base`."""
     words = num_pages * PAGE_WORDS + (epoch % 2 * num_pages + channel) * slot_words
@@ -148,7 +159,7 @@ def _collect(
     "out_stride",
 ])  # fmt: skip
 def peer_kernel(
-    source, out, bits, pages, plan, digest, num_pages, slot_words, size, width_units, longest,
+    source, out, page, pages, plan, digest, num_pages, slot_words, size, width_units, longest,
     stride, out_start, out_stride, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAM: tl.constexpr,
     ROOTS: tl.constexpr, MOST: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TREE_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr,
@@ -156,26 +167,26 @@ def peer_kernel(
 ):  # fmt: skip
     """A collective: reduce-scatter (PROGRAM alone), all-gather (GATHER alone), all-reduce (both).
 
-    `plan` holds start and length of every member's slice, `width_units` the length of a chunk,
-    `bits` is `out` as integers. A reduction takes ROOTS rows of `source`, `stride` apart; a rank
-    has at most MOST. PROGRAM is subtrees in postfix: (OWN, root), (SLOT, row), (ADD, 0), (STORE,
-    row of `out`). A gather takes `source`, this rank's part. Rounded slices and parts lie OFFSET
-    rows into a slot.
+    `page` is this rank's first page and `pages` are the addresses of all; `plan` holds start and
+    length of every member's slice, `width_units` is the length of a chunk. A reduction takes ROOTS
+    rows of `source`, `stride` apart; a rank has at most MOST. PROGRAM is subtrees in postfix: (OWN,
+    root), (SLOT, row), (ADD, 0), (STORE, row of `out`). A gather takes `source`, this rank's part,
+    as integers. Rounded slices and parts lie OFFSET rows into a slot.
 
     **Order:** that of `ops/tree.py`, from which PROGRAM was written down. **Rounds:** once, to
     the dtype of `out`.
     """
     LAG: tl.constexpr = 1 if GATHER and len(PROGRAM) > 0 else 0  # a chunk comes back a step later
+    bits = _bits(out)
     integer: tl.constexpr = bits.dtype.element_ty
     lane = tl.arange(0, LANES).to(tl.int64)
     present = lane < SIZE
     channel, channels = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    own = tl.load(pages + RANK)
-    heads = tl.load(pages + lane, mask=present, other=0)
+    heads, own = tl.load(pages + lane, mask=present, other=0), page.to(tl.int64)
+    flags = own + channel * (PAGE_WORDS * 8)  # this channel's page
+    epoch, status = tl.load(page + channel * PAGE_WORDS + EPOCH), tl.load(page + STATUS)
+    timeout_ns = tl.load(page + TIMEOUT_NS)
     num_pages = num_pages.to(tl.int64)
-    head, page = _at(own, tl.int64), own + channel * (PAGE_WORDS * 8)
-    epoch, status = tl.load(_at(page, tl.int64) + EPOCH), tl.load(head + STATUS)
-    timeout_ns = tl.load(head + TIMEOUT_NS)
     width = width_units.to(tl.int64) * UNIT
     stride = tl.multiple_of(stride.to(tl.int64), WIDTH)
     out_stride = tl.multiple_of(out_stride.to(tl.int64), WIDTH)
@@ -194,9 +205,9 @@ def peer_kernel(
         tl.debug_barrier()
         if status == 0:
             announce(heads + channel * (PAGE_WORDS * 8), RANK, epoch, digest, present)
-            status = wait(own, page, epoch, digest, timeout_ns, lane, present)
+            status = wait(own, flags, epoch, digest, timeout_ns, lane, present)
             if status != 0:
-                tl.atomic_cas(head + STATUS, tl.full((), 0, tl.int64), status)
+                tl.atomic_cas(page + STATUS, tl.full((), 0, tl.int64), status)
                 tell(heads, RANK, status, present)
         tl.debug_barrier()
         readable = tl.multiple_of(tl.where(status == 0, length, 0), WIDTH)
@@ -218,4 +229,4 @@ def peer_kernel(
                 back = begin - LAG * channels * width
                 _collect(bits, _at(slot + OFFSET * width * 4, integer), plan, size, back, width,
                          status, RANK, WIDTH, OUT_BLOCK)  # fmt: skip
-    tl.store(_at(page, tl.int64) + EPOCH, epoch)
+    tl.store(page + channel * PAGE_WORDS + EPOCH, epoch)

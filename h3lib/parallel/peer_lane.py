@@ -19,6 +19,7 @@ from h3lib.ops.backend import BESIDE
 from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import LINK_BYTES, PRODUCT_FLOPS
 
+LANE_BYTES = 4 << 20  # of an operand: less is over before a second stream has begun
 LANE_MULTIPROCESSORS = 16
 LANE_CHANNELS = 32  # two programs of a collective fit on a multiprocessor
 FLOPS_A_BYTE = PRODUCT_FLOPS / LINK_BYTES
@@ -50,6 +51,10 @@ class Lane:
         self._running.append(running)
         BESIDE.hold(running, LANE_MULTIPROCESSORS, FLOPS_A_BYTE * (sent() - before))
         return running
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
 
     def join_all(self) -> None:
         """What is launched now comes after every collective of the lane."""

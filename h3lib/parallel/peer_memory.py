@@ -164,7 +164,7 @@ class SharedBuffers:
             handle = driver.export(self._own)
         except DriverError as error:
             failure = f"shared memory of rank {self._name(control.rank)}", error
-        answers = self._gather((handle, failure))
+        answers = self.gather((handle, failure))
         self._raise_first([failure for _, failure in answers])
         self.agree(self._map([handle for handle, _ in answers]))
 
@@ -187,14 +187,15 @@ class SharedBuffers:
     def agree(self, failure: tuple[str, PeerError] | None) -> None:
         """Collective. **Raises:** PeerError on every rank if one has a failure (what it could not
         do, why); everything is released."""
-        self._raise_first(self._gather(failure))
+        self._raise_first(self.gather(failure))
 
     def _raise_first(self, failures: list[tuple[str, PeerError] | None]) -> None:
         for what, error in filter(None, failures):
             self.release()
             raise PeerError(what, f"{error.subject}: {error.received}", error.accepted)
 
-    def _gather(self, value: object) -> list:
+    def gather(self, value: object) -> list:
+        """Every rank's value; everything is released if the group fails."""
         try:
             return self.control.gather_objects(value)
         except PeerError:

@@ -25,20 +25,28 @@ class Shape:
     channels: int = 264
     """Programs at most: two a multiprocessor of an H200. Beside a product, fewer."""
     pieces: int = 4
-    """Chunks a channel takes of a large message: it stages one while others use the links."""
+    """Chunks a channel takes of a large message: it pushes one while others are added."""
+    piece_bytes: int = 16384
+    """Of a chunk: what is less is not cut into pieces."""
     grain_bytes: int = 4096
     """A chunk is a multiple, but where a slot has no room for one."""
     num_warps: int = 8
-    block_bytes: int = 16384
+    block_bytes: int = 32768
     """What a program loads before it uses it."""
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Of the compiler: registers for two programs of eight warps a multiprocessor."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 128}
 
     def chunk(self, longest: int, item: int, room: int) -> int:
         """Elements of a chunk of slices of at most `longest`, where a slot has `room` for so many.
 
         0 if not even the smallest fits."""
-        grain = self.grain_bytes // item
-        grains = max(1, -(-longest // (self.channels * self.pieces * grain)))
-        return min(grains * grain, room // grain * grain or room // _CHUNK_UNIT * _CHUNK_UNIT)
+        grain, each = self.grain_bytes // item, -(-longest // self.channels)
+        wanted = max(-(-each // self.pieces), min(each, self.piece_bytes // item), 1)
+        room = room // grain * grain or room // _CHUNK_UNIT * _CHUNK_UNIT
+        return min(-(-wanted // grain) * grain, room)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class Work:
     def longest(self) -> int:
         return max(stop - start for start, stop in self.slices)
 
+    def whole(self, unit: int) -> bool:
+        """Whether all slices begin and end at multiples of `unit` elements."""
+        return not any(bound % unit for piece in self.slices for bound in piece)
+
     def bytes_sent(self, rank: int) -> list[int]:
         """What `rank` writes into the memory of a peer: 4 R |its slice|, and |own slice| rounded;
         nothing into its own."""
@@ -68,20 +80,25 @@ class Work:
         return sent[:rank] + [0] + sent[rank + 1 :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The launch of a `Work` on one rank."""
 
-    grid: tuple[int]
-    chunk: int
+    grid: tuple[int, int, int]
+    sizes: tuple[int, int]
+    """Length of a chunk in units, of the longest slice in elements."""
     constants: tuple
     sent: tuple[int, ...]
     """Bytes, into the memory of each rank."""
 
 
 @functools.lru_cache(1024)
-def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, width: int) -> Plan:
-    """**Raises:** OperandError if a slot has no room for the smallest chunk."""
+def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, aligned: bool) -> Plan:
+    """`aligned`: this rank's operands begin, and their rows lie apart, by whole units.
+
+    **Raises:** OperandError if a slot has no room for the smallest chunk."""
+    unit = UNIT if work.programs else 16 // work.item
+    width = unit if aligned and work.whole(unit) else 1
     writers, most = len(work.slices) - 1, max(work.roots, default=0)
     row_bytes = writers * (4 * most + work.gather * work.item)
     item = 4 if work.programs else work.item
@@ -92,14 +109,15 @@ def plan(work: Work, rank: int, shape: Shape, slot_bytes: int, width: int) -> Pl
     program = _placed(work, rank, most)
     loads = sum(kind in (OWN, SLOT) for kind, _ in program)
     block = _power(shape.block_bytes // 4)
-    blocks = block, _power(2 * block // max(2, loads)), _power(shape.block_bytes // work.item)
+    blocks = block, block // max(1, _power(loads) // 2), _power(shape.block_bytes // work.item)
     constants = (
         rank, len(work.slices), program, work.roots[rank] if work.roots else 0,
         most, writers * most, work.gather, width,
         *(min(number, _power(chunk)) for number in blocks), 32 * shape.num_warps, UNIT,
     )  # fmt: skip
     grid = min(shape.channels, max(1, -(-work.longest // chunk)))
-    return Plan((grid,), chunk, constants, tuple(work.bytes_sent(rank)))
+    sizes, sent = (chunk // UNIT, work.longest), tuple(work.bytes_sent(rank))
+    return Plan((grid, 1, 1), sizes, constants, sent)
 
 
 def _power(number: int) -> int:

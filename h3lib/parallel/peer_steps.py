@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import PeerError
-from h3lib.ops.hopper.launch import Launch
 from h3lib.parallel.peer_kernels import UNIT, peer_kernel
 from h3lib.parallel.peer_memory import Driver, SharedBuffers
-from h3lib.parallel.peer_plan import Shape, Work, plan
+from h3lib.parallel.peer_plan import Plan, Shape, Work, plan
 from h3lib.parallel.peer_sync import (
     ABORTS,
     DIGESTS,
     EPOCHS,
+    MARK,
     MAX_PEERS,
     PAGE_WORDS,
     RANK,
@@ -30,6 +31,15 @@ from h3lib.parallel.transport import Slice
 
 _GRANULE = 2 << 20  # an IPC handle stands for whole pages of 2 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Ready:
+    """A launch but for its tensors; slices are kept on the device, a graph may read them again."""
+
+    plan: Plan
+    slices: Tensor
+    kernel: object = None
 
 
 class PeerSteps:
@@ -49,10 +59,12 @@ class PeerSteps:
         self.head_words = shape.channels * PAGE_WORDS.value
         num_bytes = (self.head_words + 2 * shape.channels * self.slot_words) * 8
         self.buffers = SharedBuffers(control, -(-num_bytes // _GRANULE) * _GRANULE, driver)
-        self._slices: dict[tuple[Slice, ...], Tensor] = {}
+        self._ready: dict[tuple, Ready] = {}
         self._side, self.bytes_sent = None, [0] * self.size
-        self._agree(lambda: self._write_page(timeout_s))
-        self._agree(self._check_mapping)
+        mark = secrets.randbits(62)
+        self._agree(lambda: self._write_page(timeout_s, mark))
+        marks = self.buffers.gather(mark)
+        self._agree(lambda: self._check_mapping(marks))
 
     def _agree(self, step: Callable[[], None]) -> None:
         """One step of opening, collective. **Raises:** PeerError on every rank if it fails on one;
@@ -66,20 +78,22 @@ class PeerSteps:
             failure = f"shared memory of rank {name}", PeerError("first use", cause, "no error")
         self.buffers.agree(failure)
 
-    def _write_page(self, timeout_s: float) -> None:
+    def _write_page(self, timeout_s: float, mark: int) -> None:
         addresses = self.buffers.addresses
         self.page = self.driver.words(addresses[self.rank], PAGE_WORDS.value)
         self.pages = torch.tensor(addresses, device=self.page.device)
-        self.page[RANK.value] = self.rank
+        self.page[RANK.value], self.page[MARK.value] = self.rank, mark
         self.page[TIMEOUT_NS.value] = int(timeout_s * 1e9)
         self.synchronize()
 
-    def _check_mapping(self) -> None:
-        """Every rank finds every rank where it looks for it."""
+    def _check_mapping(self, marks: list[int]) -> None:
+        """Every rank finds every rank's buffer of this opening where it looks for it."""
         pages = [self.driver.words(a, PAGE_WORDS.value) for a in self.buffers.addresses]
-        found = [int(page[RANK.value]) for page in pages]
-        if found != list(range(self.size)):
-            raise PeerError("ranks found in the buffers", found, list(range(self.size)))
+        found = [int(page[MARK.value]) for page in pages]
+        seen = zip(self.control.ranks, found, marks, strict=True)
+        wrong = [rank for rank, mark, expected in seen if mark != expected]
+        if wrong:
+            raise PeerError("ranks whose buffers are others", wrong, [])
 
     @property
     def device(self) -> torch.device:
@@ -101,8 +115,7 @@ class PeerSteps:
 
     def gather(self, work: Work, part: Tensor, out: Tensor, digest: int) -> None:
         """Every rank's part, its slice of `out`; both flat."""
-        part, out = integers(part), integers(out)
-        self._launch(work, part, out, digest, (0, 0, 0), _whole(work, 16 // work.item, part, out))
+        self._launch(work, integers(part), integers(out), digest, (0, 0, 0))
 
     def reduce(
         self, work: Work, flat: Tensor, out: Tensor, out_start: int, digest: int
@@ -112,32 +125,33 @@ class PeerSteps:
 
         **Order:** the programs', which `ops/tree.py` wrote. **Rounds:** once, to `out`'s dtype.
         """
-        stride = flat.stride(0) if len(flat) > 1 else 0
-        strides = stride, out_start, out.stride(0) if len(out) > 1 else 0
-        whole = _whole(work, UNIT, flat, out) and not any(value % UNIT for value in strides)
-        self._launch(work, flat, out, digest, strides, whole)
+        stride = flat.stride(0) if flat.shape[0] > 1 else 0
+        out_stride = out.stride(0) if out.shape[0] > 1 else 0
+        self._launch(work, flat, out, digest, (stride, out_start, out_stride))
 
     def _launch(
-        self,
-        work: Work,
-        source: Tensor,
-        out: Tensor,
-        digest: int,
-        strides: tuple[int, int, int],
-        whole: bool,
+        self, work: Work, source: Tensor, out: Tensor, digest: int, strides: tuple[int, int, int]
     ) -> None:
-        width = (UNIT if work.programs else 16 // work.item) if whole else 1
-        shape = replace(self.shape, channels=self.channels)
-        launch = plan(work, self.rank, shape, self.slot_words * 8, width)
-        for peer, count in enumerate(launch.sent):
+        """The compiled kernel is kept for all it depends on, so that a launch after the first costs
+        a look-up and the driver."""
+        source_whole, out_whole = source.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
+        key = work, strides, source_whole, out_whole, out.dtype, self.channels
+        ready = self._ready.get(key)
+        if ready is None:
+            aligned = source_whole and out_whole and not any(value % UNIT for value in strides)
+            shape = replace(self.shape, channels=self.channels)
+            launch = plan(work, self.rank, shape, self.slot_words * 8, aligned)
+            ready = self._ready[key] = Ready(launch, self._on_device(work.slices))
+        for peer, count in enumerate(ready.plan.sent):
             self.bytes_sent[peer] += count
         operands = (
-            source, out, integers(out), self.pages, self._on_device(work.slices), digest,
-            self.shape.channels, self.slot_words, self.size, launch.chunk // UNIT, work.longest,
-            *strides, *launch.constants,
+            source, out, self.page, self.pages, ready.slices, digest, self.shape.channels,
+            self.slot_words, self.size, *ready.plan.sizes, *strides, *ready.plan.constants,
         )  # fmt: skip
-        options = {"num_warps": self.shape.num_warps, "enable_fp_fusion": False}
-        Launch(peer_kernel, operands, options, launch.grid).start()
+        if ready.kernel is None:  # always, in the interpreter
+            ready.kernel = peer_kernel[ready.plan.grid](*operands, **self.shape.options)
+        else:
+            ready.kernel[ready.plan.grid](*operands)
 
     def give_up(self, kind: int, ranks: list[int]) -> None:
         """End this rank's waits from a stream of its own; the kernels then tell the others."""
@@ -151,20 +165,12 @@ class PeerSteps:
             torch.cuda.synchronize()
 
     def _on_device(self, slices: tuple[Slice, ...]) -> Tensor:
-        """Start and length of slices, kept for good: a captured graph may read them again."""
-        if slices not in self._slices:
-            if capturing():
-                accepted = "a call with the same sizes before the capture"
-                raise PeerError("collective inside a CUDA graph", "its first call", accepted)
-            flat = [value for start, stop in slices for value in (start, stop - start)]
-            self._slices[slices] = torch.tensor(flat, device=self.device)
-        return self._slices[slices]
-
-
-def _whole(work: Work, unit: int, *tensors: Tensor) -> bool:
-    """Whether everything begins and ends at multiples of `unit` elements and of 16 bytes."""
-    bounds = (value for piece in work.slices for value in piece)
-    return not any(t.data_ptr() % 16 for t in tensors) and not any(b % unit for b in bounds)
+        """Start and length of slices."""
+        if capturing():
+            accepted = "a call with the same sizes before the capture"
+            raise PeerError("collective inside a CUDA graph", "its first call", accepted)
+        flat = [value for start, stop in slices for value in (start, stop - start)]
+        return torch.tensor(flat, device=self.device)
 
 
 def integers(tensor: Tensor) -> Tensor:
@@ -174,4 +180,4 @@ def integers(tensor: Tensor) -> Tensor:
 
 def capturing() -> bool:
     """Whether the current stream is recording a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

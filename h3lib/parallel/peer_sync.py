@@ -6,7 +6,8 @@ channel at the head of its shared buffer, 64-bit words:
     epochs   [32]      the last epoch that rank p has announced here
     digests  [2, 32]   what rank p says it is doing, by the parity of the epoch
     aborts   [32]      why rank p has given up, 0 while it has not; in the first page alone
-    own words          the channel's epoch; in the first page status, timeout, rank
+    own words          the channel's epoch; in the first page status, timeout, rank,
+                       and a mark by which peers know that they see this buffer
 
 Patterns, each used by name in `peer_kernels.py` and tried alone in `bench/litmus.py`:
 
@@ -34,6 +35,7 @@ EPOCH = tl.constexpr(128)
 STATUS = tl.constexpr(129)
 TIMEOUT_NS = tl.constexpr(130)
 RANK = tl.constexpr(131)
+MARK = tl.constexpr(132)
 PAGE_WORDS = tl.constexpr(256)
 
 MISSING = tl.constexpr(1)  # kinds of a status; the low 32 bits name the ranks

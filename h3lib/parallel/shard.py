@@ -162,10 +162,10 @@ class SeqShard:
         if self.owner.layout.cp == 1:
             return Later(x)
         cp, cuts = self.mesh.cp, self.owner.shard_row_cuts()
-        return self._later(cp, lambda: cp.all_gather_rows(x, cuts))
+        return self._later(cp, lambda: cp.all_gather_rows(x, cuts), x)
 
-    def _later(self, axis: Collective, run: Callable[[], Tensor]) -> Later:
-        return axis.later(run) if self.mesh.chunks.beside else Later(run())
+    def _later(self, axis: Collective, run: Callable[[], Tensor], operand: Tensor) -> Later:
+        return axis.later(run, operand.nbytes) if self.mesh.chunks.beside else Later(run())
 
     def sum_feature_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
@@ -179,14 +179,14 @@ class SeqShard:
         """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank, beside
         what follows until the value is asked for."""
         cp, cuts = self.mesh.cp, self.owner.sequence_cuts()
-        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe))
+        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe), roots)
 
     def sum_row_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
     ) -> Later:
         """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank, as before."""
         rows, cuts = self.mesh.rows, self.owner.row_unit_cuts()
-        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe))
+        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe), roots)
 
     def feature_range(self, width: int) -> range:
         """This rank's part of a feature axis of global `width`."""

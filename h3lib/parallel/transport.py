@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -34,9 +35,9 @@ class Level(abc.ABC):
     overlaps = False
     """Whether collectives of `later` run beside what is launched after them."""
 
-    def later(self, run: Callable[[], Tensor]) -> Later:
-        """`run`, which calls collectives of this level, beside what follows if the level can; other
-        collectives of the level come after it, as ever."""
+    def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        """`run`, which calls collectives of this level, beside what follows if the level can and
+        `num_bytes` are worth it; other collectives of the level come after it, as ever."""
         return Later(run())
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
@@ -177,7 +178,12 @@ class LocalTransport(Transport):
 
 def num_roots(cuts: Cuts, owner: int) -> int:
     """How many maximal subtree roots the owner's leaves have."""
-    return len(subtree_roots(cuts[owner], cuts[owner + 1], cuts[-1]))
+    return _num_roots(cuts[owner], cuts[owner + 1], cuts[-1])
+
+
+@functools.lru_cache(4096)
+def _num_roots(start: int, stop: int, num_leaves: int) -> int:
+    return len(subtree_roots(start, stop, num_leaves))
 
 
 def group_spans(cuts: Cuts, first: int, size: int) -> tuple[range, ...]:

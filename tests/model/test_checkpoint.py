@@ -366,11 +366,21 @@ def test_unreadable_index(spoiled, text):
     assert "unreadable index" in problem and index_path(folder).name in problem
 
 
-def test_shards_outside_the_folder(spoiled):
-    _, folder = spoiled
-    edit_json(index_path(folder), lambda v: v["weight_map"].update({"x": "../x.safetensors"}))
+@pytest.mark.parametrize("shard", ["../x.safetensors", 7, None, ["x.safetensors"], {"x": 1}])
+def test_shards_that_are_no_files_of_the_folder(spoiled, shard):
+    key_layout, folder = spoiled
+    key = stored_key(GATED, key_layout)
+    edit_json(index_path(folder), lambda v: v["weight_map"].update({key: shard}))
     (problem,) = problems(folder)
-    assert "../x.safetensors" in problem
+    assert f"shard {shard!r} in {index_path(folder).name}: not a file name" in problem
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("here before")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="accepted: an empty folder"):
+            write_checkpoint(path, SOURCE)
+    assert (tmp_path / "file").read_text() == "here before"
 
 
 def test_missing_shard(spoiled):

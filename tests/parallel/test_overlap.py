@@ -14,7 +14,7 @@ from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import (
     AS_SUITS,
     IN_TURN,
-    MIN_CHUNK_BYTES,
+    MIN_CHUNK,
     ROW_TILE,
     Chunks,
     ColumnProduct,
@@ -39,7 +39,7 @@ class LateLevel(ThreadTransport):
         self.waiting: list[LateResult] = []
         self.busy = False
 
-    def later(self, run) -> Later:
+    def later(self, run, num_bytes: int) -> Later:
         result = LateResult(self, run)
         self.waiting.append(result)
         return result
@@ -114,7 +114,7 @@ def test_products_of_gathered_rows_wait_for_them():
     def main(collective):
         own = whole[ROW_CUTS[collective.rank] : ROW_CUTS[collective.rank + 1]]
         double = ColumnProduct(WIDTH, lambda x, out: torch.mul(x, 2, out=out))
-        for chunks in (AS_SUITS, IN_TURN):
+        for chunks in (AS_SUITS, Chunks(20), IN_TURN):
             rows, found = gather_products(collective, own, ROW_CUTS, [double, double], chunks)
             assert_same_bytes(rows, whole)
             for product in found:
@@ -143,7 +143,7 @@ def test_chunks_shrink_and_end_row_tiles(num_rows, width, depth, size):
     assert [row for piece in pieces for row in piece] == list(range(num_rows))
     assert weights == sorted(weights, reverse=True)
     assert all(piece.stop % ROW_TILE == 0 for piece in pieces[:-1])
-    assert 4 * num_rows * width >= 2 * MIN_CHUNK_BYTES or len(pieces) == 1
+    assert num_rows * width >= 2 * MIN_CHUNK or len(pieces) == 1
     assert IN_TURN.weights(product, collective) == [1.0]
     collective.overlaps = False
     assert AS_SUITS.weights(product, collective) == [1.0]

@@ -10,7 +10,7 @@ from h3lib.parallel.transport import group_spans, num_roots
 
 pytest.importorskip("triton")
 
-from h3lib.bench.litmus import (  # noqa: E402
+from h3lib.bench.litmus_kernels import (  # noqa: E402
     GPU_SCOPE,
     RELAXED,
     WARPS,
@@ -89,18 +89,18 @@ def reduction(cuts: tuple[int, ...], gather: bool, item: int = 2, n: int = 1 << 
     return Work(even(n, group[2]), item, gather, roots_of_ranks(*group), tree_programs(*group))
 
 
-def compiled(work: Work, rank: int, dtype: torch.dtype, width: int) -> tuple[Code, dict]:
+def compiled(work: Work, rank: int, dtype: torch.dtype, aligned: bool) -> tuple[Code, dict]:
     """The kernel of a collective on one rank, and its constants."""
     shape = Shape()
-    launch = plan(work, rank, shape, 128 << 10, width)
+    launch = plan(work, rank, shape, 256 << 10, aligned)
     runtime = len(peer_kernel.arg_names) - len(launch.constants)
     constants = dict(zip(peer_kernel.arg_names[runtime:], launch.constants, strict=True))
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[work.item]
     source, out = (torch.float32, dtype) if work.programs else (integer, integer)
     code = compile_offline(
-        peer_kernel, meta(100, dtype=source), meta(100, dtype=out), meta(100, dtype=integer),
-        meta(8), meta(16), 1 << 62, shape.channels, 1 << 14, len(work.slices), 100, 1 << 24, 0, 8,
-        0, num_warps=shape.num_warps, enable_fp_fusion=False, **constants,
+        peer_kernel, meta(100, dtype=source), meta(100, dtype=out), meta(512), meta(8), meta(16),
+        1 << 62, shape.channels, 1 << 14, len(work.slices), *launch.sizes, 0, 8, 0,
+        **shape.options, **constants,
     )  # fmt: skip
     code.check(tensor_cores=False)
     return code, constants
@@ -116,9 +116,10 @@ def accesses(code: Code, kind: str) -> set[str]:
 def test_a_gather_moves_16_bytes_a_time_where_parts_are_aligned(dtype):
     wide = 16 // dtype.itemsize
     work = Work(even(1 << 22, 4), dtype.itemsize, gather=True)
-    for width in (1, wide):
-        code, _ = compiled(work, 1, dtype, width)
-        if width == wide:
+    for aligned in (False, True):
+        code, constants = compiled(work, 1, dtype, aligned)
+        assert constants["WIDTH"] == (wide if aligned else 1)
+        if aligned:
             vector = "v2.b64" if dtype == torch.int64 else "v4.b32"
             assert accesses(code, "ld") == accesses(code, "st") == {vector}
 
@@ -128,7 +129,7 @@ def test_a_gather_moves_16_bytes_a_time_where_parts_are_aligned(dtype):
 @pytest.mark.parametrize("cuts", CUTS[:3], ids=str)
 def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, gather, dtype):
     work = reduction(cuts, gather, dtype.itemsize)
-    code, constants = compiled(work, len(cuts) - 2, dtype, 8)
+    code, constants = compiled(work, len(cuts) - 2, dtype, True)
     assert accesses(code, "ld") == {"v4.b32"}
     elements = constants["TREE_BLOCK"] // constants["LANES"]
     pushes = sum(kind <= -2 for kind, _ in constants["PROGRAM"]) - 1
@@ -140,7 +141,7 @@ def test_a_tree_loads_every_root_once_and_adds_as_often_as_it_says(cuts, gather,
 
 def test_the_flag_is_released_after_the_digest_and_acquired_before_it():
     """And a barrier of the program stands between data and flag, on both sides."""
-    code, _ = compiled(Work(even(1 << 22, 8), 4, gather=True), 3, torch.int32, 4)
+    code, _ = compiled(Work(even(1 << 22, 8), 4, gather=True), 3, torch.int32, True)
     order = re.findall(r"(st\.relaxed|st\.release|ld\.acquire|ld\.relaxed)\.sys\.global", code.ptx)
     assert order[:3] == ["st.relaxed", "st.release", "ld.acquire"]
     assert order.index("ld.acquire") < len(order) - 1 - order[::-1].index("ld.relaxed")

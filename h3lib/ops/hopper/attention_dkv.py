@@ -13,11 +13,21 @@ Two warpgroups of 64 keys each, and one warp that feeds them through TMA.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from h3lib.contract import Contract
 from h3lib.ops import attention
+from h3lib.ops.hopper.attention_loop import (
+    Sizes,
+    barriers,
+    fetch_rows,
+    next_slot,
+    resident_pair,
+    tile_place,
+)
 from h3lib.ops.hopper.attention_statistics import by_head_launch
 from h3lib.ops.hopper.attention_tiles import (
     A_OPERAND,
@@ -30,7 +40,6 @@ from h3lib.ops.hopper.attention_tiles import (
     check_statistics,
     ex2,
     heads_map,
-    next_slot,
     statistics_map,
 )
 from h3lib.ops.hopper.compat import (
@@ -54,62 +63,71 @@ QUERY = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 
 
+class Queries(NamedTuple):
+    """The ring of query blocks of 64, with -L and delta of their rows."""
+
+    maps: object  # of q, dO and the statistics
+    q: object
+    dout: object
+    minus_lse: object
+    delta: object
+    full: object
+    empty: object
+
+
 @gluon.jit
-def _produce_queries(q_desc, dout_desc, k_desc, v_desc, statistics_desc, shared, sizes):
+def _produce_queries(resident, queries, sizes):
     """One warp: for each tile K and V of every group, then q, dO, -L, delta of block 0, 1, ..."""
-    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads = sizes
+    q_map, dout_map, statistics_map = queries.maps
+    padded = sizes.num_keys
     slot = 0
     phase = 1
-    k_phase = 1
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64)
+    tile_phase = 1
+    for tile in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
+        head, row = tile_place(tile, sizes, GROUPS)
         column = head * 128
-        for group in gl.static_range(GROUPS):
-            mbarrier.wait(k_empty.index(group), k_phase)
-            mbarrier.expect(k_full.index(group), 2 * 64 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                k_desc, [row + group * 64, column], k_full.index(group), k.index(group)
-            )
-            tma.async_copy_global_to_shared(
-                v_desc, [row + group * 64, column], k_full.index(group), v.index(group)
-            )
-        k_phase = k_phase ^ 1
-        for block in range(num_blocks):
+        fetch_rows(resident, tile_phase, row, column, GROUPS)
+        tile_phase = tile_phase ^ 1
+        for block in range(sizes.num_blocks):
+            at = [block * 64, column]
             first = head * padded + block * 64
-            full = q_full.index(slot)
-            mbarrier.wait(q_empty.index(slot), phase)
+            full = queries.full.index(slot)
+            mbarrier.wait(queries.empty.index(slot), phase)
             mbarrier.expect(full, 2 * 64 * 128 * 2 + 2 * 64 * 4)
-            tma.async_copy_global_to_shared(q_desc, [block * 64, column], full, q.index(slot))
-            tma.async_copy_global_to_shared(statistics_desc, [first], full, minus_lse.index(slot))
-            tma.async_copy_global_to_shared(dout_desc, [block * 64, column], full, dout.index(slot))
+            tma.async_copy_global_to_shared(q_map, at, full, queries.q.index(slot))
             tma.async_copy_global_to_shared(
-                statistics_desc, [first + num_heads * padded], full, delta.index(slot)
+                statistics_map, [first], full, queries.minus_lse.index(slot)
+            )
+            tma.async_copy_global_to_shared(dout_map, at, full, queries.dout.index(slot))
+            tma.async_copy_global_to_shared(
+                statistics_map, [first + sizes.num_heads * padded], full, queries.delta.index(slot)
             )
             slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
-def _dkv_block(dk, dv, shared, slot, phase, queries_left, LAST: gl.constexpr, GROUP: gl.constexpr):
+def _dkv_block(
+    dk, dv, resident, queries, slot, phase, queries_left, LAST: gl.constexpr, GROUP: gl.constexpr
+):
     """One block of 64 queries of both chains, transposed: p and dS are register operands."""
-    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
+    k, v = resident.buffers
+    q, dout = queries.q, queries.dout
     zeros = gl.zeros((64, 64), gl.float32, SCORES)
-    mbarrier.wait(q_full.index(slot), phase)
+    mbarrier.wait(queries.full.index(slot), phase)
     s = warpgroup_mma(
         k.index(GROUP), q.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     dp = warpgroup_mma(
         v.index(GROUP), dout.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    shift = minus_lse.index(slot).load(QUERY)
+    shift = queries.minus_lse.index(slot).load(QUERY)
     s = warpgroup_mma_wait(1, deps=(s,))
     p = ex2(gl.fma(s, gl.full((64, 64), SCORE_SCALE, gl.float32, SCORES), shift[None, :] + zeros))
     if LAST:
         present = (gl.arange(0, 64, QUERY) < queries_left)[None, :]
         p = gl.where(present, p, 0.0)
     p_bf16 = gl.convert_layout(p.to(gl.bfloat16), A_OPERAND)
-    delta_columns = delta.index(slot).load(QUERY)
+    delta_columns = queries.delta.index(slot).load(QUERY)
     dv = warpgroup_mma(p_bf16, dout.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = p * (dp - delta_columns[None, :])
@@ -118,38 +136,41 @@ def _dkv_block(dk, dv, shared, slot, phase, queries_left, LAST: gl.constexpr, GR
     ds_bf16 = gl.convert_layout(ds.to(gl.bfloat16), A_OPERAND)
     dk = warpgroup_mma(ds_bf16, q.index(slot), dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(q_empty.index(slot), count=1)
+    mbarrier.arrive(queries.empty.index(slot), count=1)
     slot, phase = next_slot(slot, phase, SLOTS)
     return dk, dv, slot, phase
 
 
 @gluon.jit
-def _consume_queries(dk_desc, dv_desc, shared, sizes, GROUP: gl.constexpr):
+def _consume_queries(dk_desc, dv_desc, resident, queries, sizes, GROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of each tile."""
-    q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads = sizes
+    k, v = resident.buffers
     slot = 0
     phase = 0
     k_phase = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64) + GROUP * 64
-        mbarrier.wait(k_full.index(GROUP), k_phase)
+    for tile in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
+        head, first = tile_place(tile, sizes, GROUPS)
+        row = first + GROUP * 64
+        mbarrier.wait(resident.full.index(GROUP), k_phase)
         k_phase = k_phase ^ 1
         dk = gl.zeros((64, 128), gl.float32, ACC)
         dv = gl.zeros((64, 128), gl.float32, ACC)
-        for _ in range(num_blocks - 1):
-            dk, dv, slot, phase = _dkv_block(dk, dv, shared, slot, phase, 0, False, GROUP)
-        if num_queries > 0:  # always: a straight line to the last block costs ptxas more registers
-            queries_left = num_queries - (num_blocks - 1) * 64
-            dk, dv, slot, phase = _dkv_block(dk, dv, shared, slot, phase, queries_left, True, GROUP)
+        for _ in range(sizes.num_blocks - 1):
+            dk, dv, slot, phase = _dkv_block(
+                dk, dv, resident, queries, slot, phase, 0, False, GROUP
+            )
+        if sizes.num_queries > 0:  # always: a straight line costs ptxas more registers
+            queries_left = sizes.num_queries - (sizes.num_blocks - 1) * 64
+            dk, dv, slot, phase = _dkv_block(
+                dk, dv, resident, queries, slot, phase, queries_left, True, GROUP
+            )
         k.index(GROUP).store((dk * GRADIENT_SCALE).to(gl.bfloat16))
         v.index(GROUP).store(dv.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(dk_desc, [row, head * 128], k.index(GROUP))
         tma.async_copy_shared_to_global(dv_desc, [row, head * 128], v.index(GROUP))
         tma.store_wait(0)
-        mbarrier.arrive(k_empty.index(GROUP), count=1)
+        mbarrier.arrive(resident.empty.index(GROUP), count=1)
 
 
 # fmt: off
@@ -164,31 +185,18 @@ def attention_dkv_kernel(
     """Persistent: program p takes key tiles p, p + grid, ...; heads outermost."""
     q = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 64, 128], q_desc.layout)
     dout = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 64, 128], dout_desc.layout)
-    k = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], k_desc.layout)
-    v = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], v_desc.layout)
     minus_lse = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], statistics_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], statistics_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=1)
-    shared = (q, dout, k, v, minus_lse, delta, q_full, q_empty, k_full, k_empty)
-    sizes = (num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads)
+    full, empty = barriers(SLOTS, GROUPS)
+    maps = (q_desc, dout_desc, statistics_desc)
+    queries = Queries(maps, q, dout, minus_lse, delta, full, empty)
+    resident = resident_pair(k_desc, v_desc, GROUPS)
+    sizes = Sizes(num_blocks, tiles_per_head, num_tiles, num_queries, padded, num_heads)
     gl.warp_specialize(
         [
-            (_consume_queries, (dk_desc, dv_desc, shared, sizes, 0)),
-            (_consume_queries, (dk_desc, dv_desc, shared, sizes, 1)),
-            (
-                _produce_queries,
-                (q_desc, dout_desc, k_desc, v_desc, statistics_desc, shared, sizes),
-            ),
+            (_consume_queries, (dk_desc, dv_desc, resident, queries, sizes, 0)),
+            (_consume_queries, (dk_desc, dv_desc, resident, queries, sizes, 1)),
+            (_produce_queries, (resident, queries, sizes)),
         ],
         [4, 1],
         [240, 24],

@@ -19,6 +19,14 @@ from torch import Tensor
 
 from h3lib.contract import Contract
 from h3lib.ops import attention
+from h3lib.ops.hopper.attention_loop import (
+    Sizes,
+    key_ring,
+    next_slot,
+    produce_keys,
+    resident_pair,
+    tile_place,
+)
 from h3lib.ops.hopper.attention_tiles import (
     A_OPERAND,
     ACC,
@@ -33,7 +41,6 @@ from h3lib.ops.hopper.attention_tiles import (
     check_statistics,
     ex2,
     heads_map,
-    next_slot,
 )
 from h3lib.ops.hopper.compat import (
     fence_async_shared,
@@ -55,60 +62,26 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 
 
 @gluon.jit
-def _produce_keys(q_desc, dout_desc, k_desc, v_desc, shared, sizes):
-    """One warp: for each tile q and dO of every group, then K and V of block 0, 1, ..."""
-    q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
-    slot = 0
-    phase = 1
-    q_phase = 1
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64)
-        column = head * 128
-        for group in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(group), q_phase)
-            mbarrier.expect(q_full.index(group), 2 * 64 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                q_desc, [row + group * 64, column], q_full.index(group), q.index(group)
-            )
-            tma.async_copy_global_to_shared(
-                dout_desc, [row + group * 64, column], q_full.index(group), dout.index(group)
-            )
-        q_phase = q_phase ^ 1
-        for block in range(num_blocks):
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                k_desc, [block * 128, column], k_full.index(slot), k.index(slot)
-            )
-            mbarrier.wait(v_empty.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                v_desc, [block * 128, column], v_full.index(slot), v.index(slot)
-            )
-            slot, phase = next_slot(slot, phase, SLOTS)
-
-
-@gluon.jit
 def _dq_block(
-    dq, minus_lse, delta, shared, slot, phase, keys_left, LAST: gl.constexpr, GROUP: gl.constexpr
-):
+    dq, minus_lse, delta, resident, keys, slot, phase, keys_left, LAST: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
     """One key block of the chain; the last one masks absent keys."""
-    q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    q, dout = resident.buffers
+    k, v = keys.k, keys.v
     zeros = gl.zeros((64, 128), gl.float32, ACC)
-    mbarrier.wait(k_full.index(slot), phase)
+    mbarrier.wait(keys.k_full.index(slot), phase)
     s = warpgroup_mma(
         q.index(GROUP), k.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.wait(keys.v_full.index(slot), phase)
     dp = warpgroup_mma(
         dout.index(GROUP), v.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     s = warpgroup_mma_wait(1, deps=(s,))
     p = ex2(gl.fma(s, gl.full((64, 128), SCORE_SCALE, gl.float32, ACC), minus_lse[:, None] + zeros))
     dp, p = warpgroup_mma_wait(0, deps=(dp, p))
-    mbarrier.arrive(v_empty.index(slot), count=1)
+    mbarrier.arrive(keys.v_empty.index(slot), count=1)
     ds = p * (dp - delta[:, None])
     if LAST:
         column = gl.arange(0, 128, COLUMN)
@@ -116,43 +89,42 @@ def _dq_block(
     ds_bf16 = gl.convert_layout(ds.to(gl.bfloat16), A_OPERAND)
     dq = warpgroup_mma(ds_bf16, k.index(slot), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    mbarrier.arrive(keys.k_empty.index(slot), count=1)
     slot, phase = next_slot(slot, phase, SLOTS)
     return dq, slot, phase
 
 
 @gluon.jit
-def _consume_keys(dq_desc, lse, delta, shared, sizes, GROUP: gl.constexpr):
+def _consume_keys(dq_desc, lse, delta, resident, keys, sizes, GROUP: gl.constexpr):
     """One warpgroup: dq of 64 query rows of each tile."""
-    q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
+    q = resident.buffers[0]
     slot = 0
     phase = 0
     q_phase = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64) + GROUP * 64
+    for tile in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
+        head, first = tile_place(tile, sizes, GROUPS)
+        row = first + GROUP * 64
         rows = row + gl.arange(0, 64, ROW)
-        at = rows.to(gl.int64) * num_heads + head
-        minus_lse = -gl.load(lse + at, mask=rows < num_queries, other=0.0)
-        delta_rows = gl.load(delta + at, mask=rows < num_queries, other=0.0)
-        mbarrier.wait(q_full.index(GROUP), q_phase)
+        at = rows.to(gl.int64) * sizes.num_heads + head
+        minus_lse = -gl.load(lse + at, mask=rows < sizes.num_queries, other=0.0)
+        delta_rows = gl.load(delta + at, mask=rows < sizes.num_queries, other=0.0)
+        mbarrier.wait(resident.full.index(GROUP), q_phase)
         q_phase = q_phase ^ 1
         dq = gl.zeros((64, 128), gl.float32, ACC)
-        for _ in range(num_blocks - 1):
+        for _ in range(sizes.num_blocks - 1):
             dq, slot, phase = _dq_block(
-                dq, minus_lse, delta_rows, shared, slot, phase, 0, False, GROUP
+                dq, minus_lse, delta_rows, resident, keys, slot, phase, 0, False, GROUP
             )
-        if num_keys > 0:  # always: a straight line to the last block costs ptxas more registers
-            keys_left = num_keys - (num_blocks - 1) * 128
+        if sizes.num_keys > 0:  # always: a straight line costs ptxas more registers
+            keys_left = sizes.num_keys - (sizes.num_blocks - 1) * 128
             dq, slot, phase = _dq_block(
-                dq, minus_lse, delta_rows, shared, slot, phase, keys_left, True, GROUP
+                dq, minus_lse, delta_rows, resident, keys, slot, phase, keys_left, True, GROUP
             )
         q.index(GROUP).store((dq * GRADIENT_SCALE).to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(dq_desc, [row, head * 128], q.index(GROUP))
         tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        mbarrier.arrive(resident.empty.index(GROUP), count=1)
 
 
 # fmt: off
@@ -165,32 +137,14 @@ def attention_dq_kernel(
 ):
     # fmt: on
     """Persistent: program p takes tiles p, p + grid, ...; heads outermost, for K, V in L2."""
-    q = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], q_desc.layout)
-    dout = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], dout_desc.layout)
-    k = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], k_desc.layout)
-    v = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], v_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    shared = (q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads)
+    resident = resident_pair(q_desc, dout_desc, GROUPS)
+    keys = key_ring(k_desc, v_desc, SLOTS, GROUPS)
+    sizes = Sizes(num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads)
     gl.warp_specialize(
         [
-            (_consume_keys, (dq_desc, lse, delta, shared, sizes, 0)),
-            (_consume_keys, (dq_desc, lse, delta, shared, sizes, 1)),
-            (_produce_keys, (q_desc, dout_desc, k_desc, v_desc, shared, sizes)),
+            (_consume_keys, (dq_desc, lse, delta, resident, keys, sizes, 0)),
+            (_consume_keys, (dq_desc, lse, delta, resident, keys, sizes, 1)),
+            (produce_keys, (resident, keys, sizes, GROUPS, SLOTS)),
         ],
         [4, 1],
         [240, 24],

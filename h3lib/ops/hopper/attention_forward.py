@@ -21,6 +21,15 @@ from torch import Tensor
 
 from h3lib.contract import Contract
 from h3lib.ops import attention
+from h3lib.ops.hopper.attention_loop import (
+    Resident,
+    Sizes,
+    barriers,
+    key_ring,
+    next_slot,
+    produce_keys,
+    tile_place,
+)
 from h3lib.ops.hopper.attention_tiles import (
     A_OPERAND,
     ACC,
@@ -35,7 +44,6 @@ from h3lib.ops.hopper.attention_tiles import (
     ex2,
     heads_map,
     lg2,
-    next_slot,
 )
 from h3lib.ops.hopper.compat import (
     fence_async_shared,
@@ -71,51 +79,20 @@ def groups_for(num_rows: int, num_heads: int, multiprocessors: int) -> int:
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, shared, sizes, GROUPS: gl.constexpr):
-    """One warp: for each tile Q of every group, then K and V of block 0, 1, ... into the rings."""
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
-    slot = 0
-    phase = 1
-    q_phase = 1
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        first = (tile - head * tiles_per_head) * (GROUPS * 64)
-        column = head * 128
-        for group in gl.static_range(GROUPS):
-            full, row = q_full.index(group), first + group * 64
-            mbarrier.wait(q_empty.index(group), q_phase)
-            mbarrier.expect(full, 64 * 128 * 2)
-            tma.async_copy_global_to_shared(q_desc, [row, column], full, q.index(group))
-        q_phase = q_phase ^ 1
-        for block in range(num_blocks):
-            row = block * 128
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                k_desc, [row, column], k_full.index(slot), k.index(slot)
-            )
-            mbarrier.wait(v_empty.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(
-                v_desc, [row, column], v_full.index(slot), v.index(slot)
-            )
-            slot, phase = next_slot(slot, phase, SLOTS)
-
-
-@gluon.jit
-def _block(state, shared, slot, phase, keys_left, LAST: gl.constexpr, GROUP: gl.constexpr):
+def _block(
+    state, resident, keys, slot, phase, keys_left, LAST: gl.constexpr, GROUP: gl.constexpr
+):
     """One key block of the online softmax; the last one masks absent keys and gives Q back."""
     o, m, l = state  # noqa: E741
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    mbarrier.wait(k_full.index(slot), phase)
+    q = resident.buffers[0]
+    mbarrier.wait(keys.k_full.index(slot), phase)
     zeros = gl.zeros((64, 128), gl.float32, ACC)
-    k_block = k.index(slot).permute((1, 0))
+    k_block = keys.k.index(slot).permute((1, 0))
     s = warpgroup_mma(q.index(GROUP), k_block, zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    mbarrier.arrive(keys.k_empty.index(slot), count=1)
     if LAST:
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        mbarrier.arrive(resident.empty.index(GROUP), count=1)
         present = gl.arange(0, 128, COLUMN) < keys_left
         s = gl.where(present[None, :], s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, axis=1) * SCORE_SCALE)
@@ -125,35 +102,37 @@ def _block(state, shared, slot, phase, keys_left, LAST: gl.constexpr, GROUP: gl.
     p = ex2(gl.fma(s, scale, zeros - m_new[:, None]))
     l = gl.fma(l, a, gl.sum(p, axis=1))  # noqa: E741
     p_bf16 = gl.convert_layout(p.to(gl.bfloat16), A_OPERAND)
-    mbarrier.wait(v_full.index(slot), phase)
-    o = warpgroup_mma(p_bf16, v.index(slot), o, is_async=True)
+    mbarrier.wait(keys.v_full.index(slot), phase)
+    o = warpgroup_mma(p_bf16, keys.v.index(slot), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    mbarrier.arrive(v_empty.index(slot), count=1)
+    mbarrier.arrive(keys.v_empty.index(slot), count=1)
     slot, phase = next_slot(slot, phase, SLOTS)
     return (o, m_new, l), slot, phase
 
 
 @gluon.jit
-def _consume(out_desc, lse, staging, shared, sizes, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def _consume(
+    out_desc, lse, staging, resident, keys, sizes, GROUP: gl.constexpr, GROUPS: gl.constexpr
+):
     """One warpgroup: 64 query rows of each tile."""
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads = sizes
     slot = 0
     phase = 0
     q_phase = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head = tile // tiles_per_head
-        row = (tile - head * tiles_per_head) * (GROUPS * 64) + GROUP * 64
-        mbarrier.wait(q_full.index(GROUP), q_phase)
+    for tile in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
+        head, first = tile_place(tile, sizes, GROUPS)
+        row = first + GROUP * 64
+        mbarrier.wait(resident.full.index(GROUP), q_phase)
         q_phase = q_phase ^ 1
         m = gl.full((64,), float("-inf"), gl.float32, ROW)
         l = gl.zeros((64,), gl.float32, ROW)  # noqa: E741
         state = (gl.zeros((64, 128), gl.float32, ACC), m, l)
-        for _ in range(num_blocks - 1):
-            state, slot, phase = _block(state, shared, slot, phase, 0, False, GROUP)
-        if num_keys > 0:  # always: after a straight line ptxas lacks registers, serialises wgmma
-            keys_left = num_keys - (num_blocks - 1) * 128
-            state, slot, phase = _block(state, shared, slot, phase, keys_left, True, GROUP)
+        for _ in range(sizes.num_blocks - 1):
+            state, slot, phase = _block(state, resident, keys, slot, phase, 0, False, GROUP)
+        if sizes.num_keys > 0:  # always: in a straight line ptxas serialises wgmma
+            keys_left = sizes.num_keys - (sizes.num_blocks - 1) * 128
+            state, slot, phase = _block(
+                state, resident, keys, slot, phase, keys_left, True, GROUP
+            )
         o, m, l = state  # noqa: E741
         o = divide(o, l)
         tma.store_wait(0)  # the staging buffer may still be leaving for the tile before
@@ -161,8 +140,8 @@ def _consume(out_desc, lse, staging, shared, sizes, GROUP: gl.constexpr, GROUPS:
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, head * 128], staging.index(GROUP))
         rows = row + gl.arange(0, 64, ROW)
-        at = rows.to(gl.int64) * num_heads + head
-        gl.store(lse + at, m + lg2(l), mask=rows < num_queries)
+        at = rows.to(gl.int64) * sizes.num_heads + head
+        gl.store(lse + at, m + lg2(l), mask=rows < sizes.num_queries)
     tma.store_wait(0)
 
 
@@ -178,33 +157,18 @@ def attention_forward_kernel(
     # fmt: on
     """Persistent: program p takes tiles p, p + grid, ...; heads outermost, for K and V in L2."""
     q = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], q_desc.layout)
-    k = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], k_desc.layout)
-    v = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 128, 128], v_desc.layout)
     staging = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], out_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    shared = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads)
+    full, empty = barriers(GROUPS, 1)
+    resident = Resident((q_desc,), (q,), full, empty)
+    keys = key_ring(k_desc, v_desc, SLOTS, GROUPS)
+    sizes = Sizes(num_blocks, tiles_per_head, num_tiles, num_queries, num_keys, num_heads)
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, lse, staging, shared, sizes, 0, GROUPS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, 1, GROUPS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, 2, GROUPS)),
-                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS)),
+                (_consume, (out_desc, lse, staging, resident, keys, sizes, 0, GROUPS)),
+                (_consume, (out_desc, lse, staging, resident, keys, sizes, 1, GROUPS)),
+                (_consume, (out_desc, lse, staging, resident, keys, sizes, 2, GROUPS)),
+                (produce_keys, (resident, keys, sizes, GROUPS, SLOTS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -212,9 +176,9 @@ def attention_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, lse, staging, shared, sizes, 0, GROUPS)),
-                (_consume, (out_desc, lse, staging, shared, sizes, 1, GROUPS)),
-                (_produce, (q_desc, k_desc, v_desc, shared, sizes, GROUPS)),
+                (_consume, (out_desc, lse, staging, resident, keys, sizes, 0, GROUPS)),
+                (_consume, (out_desc, lse, staging, resident, keys, sizes, 1, GROUPS)),
+                (produce_keys, (resident, keys, sizes, GROUPS, SLOTS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -136,9 +136,3 @@ def divide(a, b):
     corrected = (gl.abs(first) < float("inf")) & (first != 0.0)
     return gl.where(corrected, q, first)
 
-
-@gluon.jit
-def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """The ring's next slot; its parity turns at each wrap."""
-    wrapped = (slot + 1 == SLOTS).to(gl.int32)
-    return (slot + 1) * (1 - wrapped), phase ^ wrapped

@@ -116,21 +116,37 @@ def tensor_map(
     **Raises:** OperandError unless the last dim has stride 1, the others a multiple of 16 bytes,
     the base is 16-byte aligned and every extent is 1 to 2^31 - 1.
     """
-    size = base.element_size()
+    if base.device.type == "cuda" and base.data_ptr() % TMA_ALIGNMENT_BYTES:
+        accepted = f"a multiple of {TMA_ALIGNMENT_BYTES}"
+        raise OperandError(f"address of {name}", hex(base.data_ptr()), accepted)
+    view = TensorDescriptor.__new__(TensorDescriptor)  # its constructor checks everything anew
+    view.__dict__ |= _geometry(name, base.dtype, tuple(shape), tuple(strides), tuple(block))
+    view.base = base
+    return view
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+) -> dict[str, object]:
+    """What a descriptor says beside its base, checked once: a third of a launch on the host."""
+    size = dtype.itemsize
     if strides[-1] != 1:
         raise OperandError(f"stride of the last dim of {name}", strides[-1], 1)
     for stride in strides[:-1]:
         if stride * size % TMA_ALIGNMENT_BYTES or stride <= 0:
             accepted = f"a positive multiple of {TMA_ALIGNMENT_BYTES} bytes"
             raise OperandError(f"stride of {name} in bytes", stride * size, accepted)
-    if base.device.type == "cuda" and base.data_ptr() % TMA_ALIGNMENT_BYTES:
-        accepted = f"a multiple of {TMA_ALIGNMENT_BYTES}"
-        raise OperandError(f"address of {name}", hex(base.data_ptr()), accepted)
     for extent in shape:
         if not 0 < extent < TMA_MAX_EXTENT:
             raise OperandError(f"extent of {name}", extent, f"1 to {TMA_MAX_EXTENT - 1}")
-    layout = _swizzled(tuple(block), base.dtype)
-    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
+    none = torch.empty(0, dtype=dtype, device="meta")
+    layout = _swizzled(block, dtype)
+    return vars(TensorDescriptor(none, list(shape), list(strides), list(block), layout))
 
 
 @functools.cache

@@ -14,13 +14,13 @@ a unit: with fewer the first warpgroup could lap the second and the barrier's pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from h3lib.contract import BackendError
 
 ARCHITECTURE = "sm_90"
 WHOLE_ROWS = 128
-TAIL = 8  # the least n of a wgmma
 MAX_DEPTH = 64  # of every entry; the units that a lag is judged by are counted in these
 
 
@@ -35,12 +35,11 @@ class Tile:
     lag: int = 0
     rows: int = 128
     units: int = 8
-    thin: bool = False  # the last row tile has TAIL rows or fewer, and no more is multiplied
 
     @property
     def swapped(self) -> bool:
         """Whether rows lie on the instruction's n side, columns on its m side."""
-        return self.thin or self.rows != WHOLE_ROWS
+        return self.rows != WHOLE_ROWS
 
     @property
     def m(self) -> int:
@@ -49,14 +48,15 @@ class Tile:
 
     @property
     def n(self) -> int:
+        """A block's extents are powers of two."""
         if not self.swapped:
             return self.columns
-        return self.rows if self.thin else self.rows - TAIL
+        return 1 << ((self.rows - 1).bit_length() - 1)
 
     @property
     def tail(self) -> int:
-        """More of the n side, by instructions of its own: a block's extents are powers of two."""
-        return TAIL if self.swapped else 0
+        """More of the n side, by instructions of its own."""
+        return self.rows - self.n if self.swapped else 0
 
     def runs(self, unit_blocks: int, unit_start: int) -> bool:
         """Whether units of so many blocks of MAX_DEPTH that start so can be made with this tile."""
@@ -80,10 +80,14 @@ class Entry:
             self.min_rows <= rows
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_columns is None or columns <= self.max_columns)
-            and (not tile.thin or 0 < rows % WHOLE_ROWS <= TAIL)
-            and (tile.rows == WHOLE_ROWS or -(-rows // tile.rows) < -(-rows // WHOLE_ROWS))
+            and (tile.rows == WHOLE_ROWS or _covered(rows, tile.rows) < _covered(rows, WHOLE_ROWS))
             and tile.runs(unit_blocks, unit_start)
         )
+
+
+def _covered(rows: int, height: int) -> int:
+    """Rows of as many tiles as it takes."""
+    return -(-rows // height) * height
 
 
 WIDE = Tile(columns=256, stages=3, group=16)
@@ -105,11 +109,12 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
         Entry(Tile(columns=256, stages=3, group=4), max_columns=44 * 256),  # 3 x 44 = 132 tiles
         Entry(Tile(stages=4)),
     ),
-    # One tile of 128 rows keeps 42 of 132 multiprocessors busy at 5376 columns, two keep 84.
+    # At 5376 columns two tiles of 128 rows keep 84 of 132 multiprocessors busy; 264 rows as three
+    # tiles of 96 keep 126 busy, which draw the same power at a lower clock.
     ("unit_tree", "sm_90"): (
         Entry(Tile(units=1), max_rows=SPLIT_MAX_ROWS),
-        Entry(Tile(thin=True, stages=4, lag=2), max_rows=TAIL_MAX_ROWS),
-        Entry(Tile(thin=True, stages=4), max_rows=TAIL_MAX_ROWS),
+        Entry(Tile(rows=96, stages=6, lag=2), max_rows=3 * 96),
+        Entry(Tile(rows=96, stages=6), max_rows=3 * 96),
         Entry(Tile(lag=2)),
         Entry(Tile()),
     ),
@@ -124,34 +129,42 @@ TABLES: dict[tuple[str, str], tuple[Entry, ...]] = {
 
 @dataclass(frozen=True)
 class Fp32Tile:
-    """A choice of the FP32 chain, which runs on the CUDA cores in plain Triton."""
+    """A choice of the FP32 chain, which runs on the CUDA cores; `warps` of it down and across."""
 
     rows: int
     columns: int
     depth: int
-    num_warps: int
-    stages: int = 3
+    warps: tuple[int, int]
+
+    @property
+    def num_warps(self) -> int:
+        return self.warps[0] * self.warps[1]
 
 
-FP32_TILES: dict[str, tuple[tuple[int, Fp32Tile], ...]] = {
+FP32_TILES: dict[str, tuple[Fp32Tile, ...]] = {
     "sm_90": (
-        (1024, Fp32Tile(64, 64, 16, num_warps=4)),
-        (1, Fp32Tile(64, 64, 32, num_warps=4)),
+        Fp32Tile(64, 128, 16, (2, 2)),
+        Fp32Tile(32, 32, 32, (4, 1)),
     ),
 }
-"""(columns from which on a tile is taken, tile), descending."""
+"""The first whose tiles give every multiprocessor one, else the last."""
+FP32_LEAST_TILES = 132
 
 
-def fp32_tile_for(columns: int) -> Fp32Tile:
+def fp32_tile_for(rows: int, columns: int) -> Fp32Tile:
     """The tile of the FP32 chain that the table gives for this shape."""
-    return next(tile for least, tile in FP32_TILES[ARCHITECTURE] if columns >= least)
+    for tile in FP32_TILES[ARCHITECTURE]:
+        if -(-rows // tile.rows) * -(-columns // tile.columns) >= FP32_LEAST_TILES:
+            return tile
+    return FP32_TILES[ARCHITECTURE][-1]
 
 
 def fp32_tiles() -> tuple[Fp32Tile, ...]:
     """Every tile in the FP32 chain's table."""
-    return tuple(tile for _, tile in FP32_TILES[ARCHITECTURE])
+    return FP32_TILES[ARCHITECTURE]
 
 
+@functools.lru_cache(maxsize=4096)
 def tile_for(
     op: str, rows: int, columns: int, unit_blocks: int, unit_start: int = MAX_DEPTH
 ) -> Tile:

@@ -31,7 +31,7 @@ from h3lib.contract import (
 )
 from h3lib.ops import fold, norm
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch
 
 BF16 = torch.bfloat16
 COLUMNS = 256
@@ -39,6 +39,7 @@ OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
 HEAD_STAGES = 3  # rows in flight, in shared memory: 7 KB of two operands a program
 HEAD_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 ROOT_COLUMNS = 32
+WORD = 4  # columns in 16 bytes
 ROOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -85,32 +86,50 @@ def head_blocks_kernel(
     tl.store(sums + (block * tl.num_programs(1) + unit) * HEAD_DIM + channel, total)
 
 
-@triton.jit(do_not_specialize=["first", "most", "width"])
+@triton.jit(
+    do_not_specialize=["first", "done", "most", "slot_words", "num_blocks", "num_slots"]
+)  # fmt: skip
 def roots_kernel(
-    sums, starts, roots, first, most, width, UNITS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """roots[i] = the tree over UNITS row units, each the chain of its row blocks.
+    sums, roots, starts, first, done, most, slot_words, num_blocks, num_slots,
+    SLOTS: tl.constexpr, WORD: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """roots[done + i] = the tree over UNITS row units, each the chain of its row blocks.
 
-    Unit u has the row blocks starts[u] to starts[u + 1], `most` at most.
+    Unit u has the row blocks starts[u] to starts[u + 1], `most` at most. The columns of a row block
+    are `num_slots` slots of `slot_words` words of WORD columns; with SLOTS, `[B, num_slots]` behind
+    the sums says which of them were written (1.0, else 0.0). A program has columns of one slot.
     """
+    slot_width = slot_words * WORD
     unit = first + tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + unit)
     count = tl.load(starts + unit + 1) - start
-    start = start.to(tl.int64)[:, None]
-    present = (column < width)[None, :]
+    start = start.to(tl.int64)
+    tiles = (slot_width + COLUMNS - 1) // COLUMNS
+    slot = tl.program_id(0) // tiles
+    column = (tl.program_id(0) - slot * tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    present = column < slot_width
+    column += slot * slot_width
+    width = num_slots * slot_width
+    there = sums + num_blocks.to(tl.int64) * width + start * num_slots + slot
+    own = sums + start[:, None] * width + column[None, :]
     nodes = tl.zeros((UNITS, COLUMNS), tl.float32)
+    if SLOTS:
+        written = tl.load(there, mask=count > 0, other=0.0)
     for i in range(most):  # a unit without an i-th row block adds +0 to a sum that is never -0
-        inside = present & (i < count)[:, None]
-        at = sums + (start + i) * width + column[None, :]
-        nodes += tl.load(at, mask=inside, other=0.0)
+        inside = i < count
+        if SLOTS:
+            inside = written != 0.0
+            there += num_slots
+            written = tl.load(there, mask=i + 1 < count, other=0.0)  # on its way beside the sums
+        nodes += tl.load(own, mask=inside[:, None] & present[None, :], other=0.0)
+        own += width
     for level in tl.static_range(0, UNITS.bit_length() - 1):
         pairs = tl.reshape(nodes, (UNITS >> (level + 1), 2, COLUMNS))
         left, right = tl.split(tl.permute(pairs, (0, 2, 1)))
         nodes = left + right
     root = tl.reshape(nodes, (COLUMNS,))
-    target = roots + tl.program_id(1).to(tl.int64) * width + column
-    tl.store(target, root, mask=column < width)
+    target = roots + (done + tl.program_id(1)).to(tl.int64) * width + column
+    tl.store(target, root, mask=present)
 
 
 def _check(terms: Tensor) -> None:
@@ -144,25 +163,42 @@ class UnitPlan:
         edges = [b.start - blocks[0].start for b in blocks] + [blocks[-1].stop - blocks[0].start]
         num_rows = len(rows.row_unit_rows(units))
         starts = torch.tensor(edges, dtype=torch.int32, device=device)
-        return cls(num_rows, triton.cdiv(num_rows, size), starts, max(map(len, blocks)))
+        return cls(num_rows, -(-num_rows // size), starts, max(map(len, blocks)))
 
 
-def finish_roots(sums: Tensor, plan: UnitPlan, units: range, spans: Sequence[range]) -> Tensor:
-    """Roots `[len(spans), W]` from the row blocks' sums `[B, W]` of the row units `units`.
+def finish_roots(
+    sums: Tensor, width: int, plan: UnitPlan, units: range, spans: Sequence[range]
+) -> Tensor:
+    """Roots `[len(spans), width]` from the row blocks' sums `[B, width]` of the row units `units`.
 
     **Order:** row blocks of a unit ascending from +0, a span's units in the balanced tree.
     """
-    width = sums.shape[1]
     roots = sums.new_empty((len(spans), width))
-    done = 0
+    for launch in roots_launches(width, plan, units, spans):
+        launch.start(sums, roots)
+    return roots
+
+
+def roots_launches(
+    width: int, plan: UnitPlan, units: range, spans: Sequence[range], num_slots: int = 0
+) -> list[Again]:
+    """A launch on (sums, roots) for each run of spans of one length.
+
+    With `num_slots` a row block wrote some of so many slots of equal width, the others are +0, and
+    behind the sums `[B, num_slots]` says which of them.
+    """
+    slots = max(1, num_slots)
+    word = WORD if width // slots % WORD == 0 else 1
+    launches, done = [], 0
     for size, group in itertools.groupby(spans, key=len):
         count = len(list(group))
         first = spans[done].start - units.start
-        operands = (sums, plan.starts, roots[done:], first, plan.most, width, size, ROOT_COLUMNS)
-        grid = (triton.cdiv(width, ROOT_COLUMNS), count)
-        Launch(roots_kernel, operands, ROOT_OPTIONS, grid).start()
+        sizes = (first, done, plan.most, width // slots // word, plan.num_blocks, slots)
+        operands = (None, None, plan.starts, *sizes, num_slots > 0, word, size, ROOT_COLUMNS)
+        grid = (slots * -(-width // slots // ROOT_COLUMNS), count)
+        launches.append(Again(Launch(roots_kernel, operands, ROOT_OPTIONS, grid), 2))
         done += count
-    return roots
+    return launches
 
 
 @fold.row_unit_roots.register("triton")
@@ -191,10 +227,10 @@ def row_unit_roots(
         grouped = groups is not None
         operands = (terms, groups if grouped else terms, blocks, plan.num_rows, width)
         constants = (size, padded, grouped, tile)
-        grid = (plan.num_blocks, triton.cdiv(width, tile))
+        grid = (plan.num_blocks, -(-width // tile))
         Launch(row_blocks_kernel, (*operands, *constants), OPTIONS, grid).start()
     spans = subtree_roots(units.start, units.stop, NUM_ROW_UNITS)
-    roots = finish_roots(blocks, plan, units, spans)
+    roots = finish_roots(blocks, padded * width, plan, units, spans)
     return roots.view(len(spans), padded, *terms.shape[1:])[:, :num_groups]
 
 
@@ -237,7 +273,7 @@ def head_norm_dw_leaves(
     if plan.num_blocks:
         head_launch(dy, x, r, sums, rows.contract.row_block, num_feature_units).start()
     spans = [range(per * unit, per * (unit + 1)) for unit in sequence_units]
-    leaves = finish_roots(sums, plan, units, spans)
+    leaves = finish_roots(sums, num_feature_units * width, plan, units, spans)
     return leaves.view(len(sequence_units), num_feature_units, width)
 
 
@@ -248,5 +284,5 @@ def head_launch(
     num_rows, num_heads, width = x.shape
     per_unit = num_heads // num_feature_units
     operands = (dy, x, r, sums, num_rows, num_heads, per_unit, row_block, width, HEAD_STAGES)
-    grid = (triton.cdiv(num_rows, row_block), num_feature_units)
+    grid = (-(-num_rows // row_block), num_feature_units)
     return Launch(head_blocks_kernel, operands, HEAD_OPTIONS, grid)

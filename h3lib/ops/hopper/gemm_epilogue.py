@@ -14,7 +14,7 @@ from h3lib.ops.hopper.compat import fence_async_shared, gl, gluon, tma
 class Sink(NamedTuple):
     """Where results go: descriptors, and shared memory on the way; `pending` waits for eight units.
 
-    `staging` lies in the memory of `pending` where there is one.
+    `staging` and `pending` lie in the same memory where there are both.
     """
 
     out: object
@@ -70,7 +70,7 @@ def store(value, sink, root, m, n, num_rows, num_columns, W: gl.constexpr, STAGI
         tile = _rounded(value[0], sink, m, num_columns, S.BM, 0, S.L, BIAS)
         box.reshape([S.BN, S.BM]).permute((1, 0)).store(tile)
         if S.TAIL:
-            box_tail = sink.staging_tail.index(W)
+            box_tail = sink.staging_tail.index(W * STAGING)
             tail = _rounded(value[1], sink, m, num_columns, S.BM, 0, S.LT, BIAS)
             box_tail.reshape([S.TAIL, S.BM]).permute((1, 0)).store(tail)
         fence_async_shared()

@@ -20,7 +20,7 @@ from h3lib.ops.backend import check_operands, check_shape
 from h3lib.ops.gemm import row_fold_product, row_fold_roots
 from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
-from h3lib.ops.hopper.gemm_chain import chain_fp32
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_first, prepare
 from h3lib.ops.tree import partial_roots
 

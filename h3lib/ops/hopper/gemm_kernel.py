@@ -6,9 +6,8 @@
 * A unit is a run of *blocks* of BK steps; what a box reads outside of it is filled with zeros, and
   a chain from +0 is never -0.0, so the added zeros change no bit.
 * Two consumer warpgroups take BM of the instruction's m side each, one warp loads by TMA. Rows lie
-  on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL (8) more
-  than a power of two: 264 rows are then two tiles of 136, where 128 would need a third one. Or the
-  third is THIN: its 8 rows are multiplied by instructions of n = 8.
+  on the m side, 128 a tile; with SWAP they lie on the n side, where a tile may have TAIL more than
+  a power of two: 264 rows are two tiles of 136 (128 + 8), or three of 96 (64 + 32), all alike.
 * An accumulator is a tuple: the tile and, with SWAP, its tail.
 * Pending sums: two live in registers beside the accumulator, the first half of eight units waits in
   shared memory. `add` is pinned assembly: with a plain `+` LLVM moves the add past the next unit,
@@ -202,9 +201,8 @@ def _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan, num_rows, 
 
 @gluon.jit
 def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GROUP: gl.constexpr,
-              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr,
-              T: gl.constexpr):  # fmt: skip
-    """BM W .. BM W + BM - 1 on the m side of every tile of this program; T: a thin tile's form."""
+              STAGING: gl.constexpr, BIAS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+    """BM W .. BM W + BM - 1 on the m side of every tile of this program."""
     m_extent = num_columns if S.SWAP else num_rows
     slot = 0
     phase = 0
@@ -215,16 +213,6 @@ def _consumer(sink, ring, grid, plan, num_rows, num_columns, W: gl.constexpr, GR
         unit = grid[3] + root * S.WIDTH
         if m >= m_extent:
             slot, phase = _pass_over(ring, slot, phase, unit, plan, S)
-        elif S.THIN:
-            if n + T.BN >= num_rows:
-                thin = Ring(ring.a, ring.tail, ring.tail, ring.full, ring.empty, ring.lag)
-                out = Sink(sink.out_tail, sink.out_tail, sink.bias, sink.staging_tail,
-                           sink.staging_tail, sink.pending_tail, sink.pending_tail)  # fmt: skip
-                slot, phase = _tile(out, thin, slot, phase, lag_phase, root, m, n, unit, plan,
-                                    num_rows, num_columns, W, 1, BIAS, T)  # fmt: skip
-            else:
-                slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
-                                    num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
         else:
             slot, phase = _tile(sink, ring, slot, phase, lag_phase, root, m, n, unit, plan,
                                 num_rows, num_columns, W, STAGING, BIAS, S)  # fmt: skip
@@ -242,22 +230,17 @@ def gemm_kernel(
     roots, row_tiles, column_tiles, first_unit, plan0, plan1, plan2, plan3, num_rows, num_columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     TAIL: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LAG: gl.constexpr, SWAP: gl.constexpr, THIN: gl.constexpr, TA: gl.constexpr,
-    TB: gl.constexpr, FOLD: gl.constexpr, BIAS: gl.constexpr,
+    LAG: gl.constexpr, SWAP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr, FOLD: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """One persistent program a multiprocessor; tiles by stride, so no tile depends on arrival."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     LT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL > 0 else 8, 16]
     )
-    STEP: gl.constexpr = BN if THIN else BN + TAIL
-    P: gl.constexpr = Form(WIDTH, BM, BN, TAIL, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, L,
-                           LT)  # fmt: skip
-    S: gl.constexpr = Form(WIDTH, BM, BN, 0 if THIN else TAIL, STEP, BK, STAGES, LAG, SWAP, THIN,
-                           TA, TB, FOLD, L, LT)  # fmt: skip
-    T: gl.constexpr = Form(WIDTH, BM, 8, 0, STEP, BK, STAGES, LAG, SWAP, THIN, TA, TB, FOLD, LT,
+    S: gl.constexpr = Form(WIDTH, BM, BN, TAIL, BN + TAIL, BK, STAGES, LAG, SWAP, TA, TB, FOLD, L,
                            LT)  # fmt: skip
     b_ring = gl.allocate_shared_memory(b0.dtype, [STAGES] + b0.block_shape, b0.layout)
     STAGING: gl.constexpr = 2 if WIDTH == 8 and out.dtype == gl.bfloat16 else 1
@@ -271,11 +254,11 @@ def gemm_kernel(
     if TAIL:
         ring_tail = gl.allocate_shared_memory(b0.dtype, [STAGES] + tail0.block_shape, tail0.layout)
         staging_tail = gl.allocate_shared_memory(
-            out.dtype, [2] + out_tail.block_shape, out_tail.layout
+            out.dtype, [2 * STAGING] + out_tail.block_shape, out_tail.layout
         )
         if WIDTH == 8:
             half_tail: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-            pending_tail = gl.allocate_shared_memory(gl.float32, [2, BM, TAIL], half_tail)
+            pending_tail = staging_tail._reinterpret(gl.float32, [2, BM, TAIL], half_tail)
         else:
             pending_tail = staging_tail
     else:
@@ -299,8 +282,8 @@ def gemm_kernel(
     m_extent = num_columns if SWAP else num_rows
     n_extent = num_rows if SWAP else num_columns
     gl.warp_specialize([
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S, T)),
-        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S, T)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 0, GROUP, STAGING, BIAS, S)),
+        (_consumer, (sink, ring, grid, plan, num_rows, num_columns, 1, GROUP, STAGING, BIAS, S)),
         (producer, ((a0, a1, a2), (b0, b1, b2), (tail0, tail1, tail2), ring, grid, plan, m_extent,
-                    n_extent, PARTS, GROUP, P)),
+                    n_extent, PARTS, GROUP, S)),
     ], [4, 1], [240, 24])  # fmt: skip

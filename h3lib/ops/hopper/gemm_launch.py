@@ -138,7 +138,7 @@ def prepare(
     options = {
         "WIDTH": width, "PARTS": len(a), "BM": tile.m, "BN": tile.n, "TAIL": tile.tail,
         "BK": tile.depth, "STAGES": tile.stages, "GROUP": tile.group, "LAG": tile.lag,
-        "SWAP": tile.swapped, "THIN": tile.thin, "TA": a[0].k_first,
+        "SWAP": tile.swapped, "TA": a[0].k_first,
         "TB": b[0].k_first, "FOLD": fold, "BIAS": bias is not None, "num_warps": NUM_WARPS,
         "maxnreg": MAX_REGISTERS,
     }  # fmt: skip

@@ -19,8 +19,7 @@ class Form(NamedTuple):
     """What is fixed when the kernel is compiled; TA, TB: the operand's reduced axis comes first.
 
     A tile is 2 BM on the instruction's m side and STEP on its n side, where BN or BN + TAIL are
-    multiplied. SWAP says that columns of the result lie on the m side and its rows on the n side;
-    THIN that the last row tile may have TAIL rows at most, and that no other tile has a tail.
+    multiplied. SWAP says that columns of the result lie on the m side and its rows on the n side.
     """
 
     WIDTH: int
@@ -32,7 +31,6 @@ class Form(NamedTuple):
     STAGES: int
     LAG: int
     SWAP: bool
-    THIN: bool
     TA: bool
     TB: bool
     FOLD: bool
@@ -56,8 +54,8 @@ def tile_place(t, grid, GROUP: gl.constexpr, S: gl.constexpr):
     """(root, first on the m side, first on the n side) of tile t: GROUP row tiles share a column
     tile in L2.
 
-    Row tiles turn by one with every column, so that a thin last one is shared by all programs: 132
-    is a multiple of 3, and without the turn a third of them would have nothing else at 264 rows.
+    Row tiles turn by one with every column, so that a short last one is shared by all programs: 132
+    is a multiple of 3, and without the turn a third of them could have nothing else.
     """
     root = t // (grid[1] * grid[2])
     t = t - root * grid[1] * grid[2]
@@ -101,7 +99,7 @@ def _expect(bar, both, tail, S: gl.constexpr):
     whole: gl.constexpr = 2 * half
     rest: gl.constexpr = S.BN * S.BK * 2
     if S.TAIL:
-        other: gl.constexpr = (S.TAIL if S.THIN else S.BN + S.TAIL) * S.BK * 2
+        other: gl.constexpr = (S.BN + S.TAIL) * S.BK * 2
         mbarrier.expect(bar, whole + other, pred=both & tail)
         mbarrier.expect(bar, half + other, pred=(both == 0) & tail)
         mbarrier.expect(bar, whole + rest, pred=both & (tail == 0))
@@ -129,9 +127,6 @@ def _load(a, b, b_tail, ring, slot, phase, unit, m, n, k, both, tail, S: gl.cons
         tma.async_copy_global_to_shared(a, [unit, m + S.BM, k], bar, lower, pred=both)
     if S.TB:
         tma.async_copy_global_to_shared(b, [unit, k, n], bar, ring.b.index(slot))
-    elif S.THIN:
-        tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot), pred=tail == 0)
-        tma.async_copy_global_to_shared(b_tail, [unit, n, k], bar, ring.tail.index(slot), pred=tail)
     else:
         tma.async_copy_global_to_shared(b, [unit, n, k], bar, ring.b.index(slot))
         if S.TAIL:
@@ -149,7 +144,7 @@ def producer(a, b, b_tail, ring, grid, plan, m_extent, n_extent, PARTS: gl.const
     for t in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
         root, m, n = tile_place(t, grid, GROUP, S)
         both = m + S.BM < m_extent
-        tail = n + S.TAIL >= n_extent if S.THIN else n + S.BN < n_extent
+        tail = n + S.BN < n_extent
         for u in range(S.WIDTH):
             unit = grid[3] + root * S.WIDTH + u
             if S.FOLD:

@@ -21,7 +21,7 @@ from h3lib.ops.backend import check_operands, check_out, check_shape
 from h3lib.ops.gemm import unit_tree_product, unit_tree_roots
 from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
-from h3lib.ops.hopper.gemm_chain import chain_fp32
+from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_launch import (
     MAX_PARTS,
     MAX_WIDTH,

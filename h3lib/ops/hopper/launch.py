@@ -9,6 +9,7 @@ Triton specialise it, its value. So a launch after the first costs one look-up a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, TensorDescriptor
 
 INT32_MAX = 2**31 - 1
+MOST_KEPT = 4096
 
 
 class Launch(NamedTuple):
@@ -27,12 +29,12 @@ class Launch(NamedTuple):
     options: dict
     grid: tuple[int, ...]
 
-    def start(self) -> None:
-        """Launch on the current device and stream."""
+    def start(self) -> object | None:
+        """Launch on the current device and stream; the compiled form, None if interpreted."""
         values = _by_value(self.kernel)
-        if values is None:  # interpreted
+        if values is None:
             self.kernel[self.grid](*self.operands, **self.options)
-            return
+            return None
         form = (
             self.kernel,
             torch.cuda.current_device(),
@@ -41,9 +43,52 @@ class Launch(NamedTuple):
         )
         compiled = _COMPILED.get(form)
         if compiled is None:
-            _COMPILED[form] = self.kernel[self.grid](*self.operands, **self.options)
+            compiled = _COMPILED[form] = self.kernel[self.grid](*self.operands, **self.options)
         else:
             compiled[(*self.grid, 1, 1)](*self.operands)
+        return compiled
+
+
+class Again:
+    """A launch that is started again and again with other tensors of the same signature.
+
+    `operands` after the tensors stay; the form is looked up at the first start alone.
+    """
+
+    def __init__(self, launch: Launch, num_tensors: int):
+        self.launch, self.rest, self.run = launch, launch.operands[num_tensors:], None
+
+    def start(self, *tensors: Tensor) -> None:
+        if self.run is not None:
+            self.run(*tensors, *self.rest)
+        elif compiled := self.launch._replace(operands=(*tensors, *self.rest)).start():
+            self.run = compiled[(*self.launch.grid, 1, 1)]
+
+
+def kept_by_signature(make: Callable) -> Callable:
+    """`make(*operands)`, made once for each dtype, device, shape, strides and alignment of the
+    tensors and each value of the rest: what may be launched and how depends on nothing else."""
+    kept: dict[tuple[object, ...], object] = {}
+
+    @functools.wraps(make)
+    def find(*operands: object) -> object:
+        device = torch.cuda.current_device() if operands[0].is_cuda else None
+        key = (device, *map(_signature, operands))
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= MOST_KEPT:
+                kept.clear()
+            found = kept[key] = make(*operands)
+        return found
+
+    return find
+
+
+def _signature(x: object) -> object:
+    if not isinstance(x, Tensor):
+        return x
+    aligned = x.device.type != "cuda" or x.data_ptr() % TMA_ALIGNMENT_BYTES == 0
+    return x.dtype, x.device, x.shape, x.stride(), aligned
 
 
 _COMPILED: dict[tuple[object, ...], object] = {}

@@ -88,9 +88,10 @@ W, GROUPS = _meta(5376, dtype=BF16), _meta(9, dtype=torch.int64)
 HEADS = _meta(9, 56, 128, dtype=BF16)
 
 
-def _roots(units):
-    operands = (_meta(1, 5376), _meta(65, dtype=torch.int32), _meta(1, 5376), 0, 1, 5376, units)
-    return Launch(fold.roots_kernel, (*operands, fold.ROOT_COLUMNS), fold.ROOT_OPTIONS, (1,))
+def _roots(units, slots):
+    operands = (_meta(1, 5376), _meta(1, 5376), _meta(65, dtype=torch.int32), 0, 0, 1, 96, 1, 14)
+    constants = (slots, fold.WORD, units, fold.ROOT_COLUMNS)
+    return Launch(fold.roots_kernel, (*operands, *constants), fold.ROOT_OPTIONS, (1,))
 
 
 LAUNCHES = {
@@ -110,18 +111,22 @@ LAUNCHES = {
     "modulated norm": rowwise_fold.fold_launch(
         rowwise_fold.modulated_norm_backward_kernel,
         {"da": X, "x": X, "scale": TABLE},
-        (X, X, W, R, TABLE, GROUPS, X, _meta(1, 13 * 5376)),
+        (X, X, W, R, TABLE, GROUPS, X, _meta(1, 13 * 5377)),
         6,
         64,
     ),
     "gated residual": rowwise_fold.fold_launch(
         rowwise_fold.gated_residual_backward_kernel,
         {"dx": X, "gate": TABLE, "y": X},
-        (X, TABLE, X, GROUPS, X, _meta(1, 6 * 5376)),
+        (X, TABLE, X, GROUPS, X, _meta(1, 6 * 5377)),
         6,
         64,
     ),
-    **{f"roots of {units} units": _roots(units) for units in (1, 8, 64)},
+    **{
+        f"roots of {units} units{', in slots' if slots else ''}": _roots(units, slots)
+        for units in (1, 8, 64)
+        for slots in (False, True)
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """The products' compiled code, read without a GPU: every directive entry, every form."""
 
+import functools
 import re
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from h3lib.contract import BackendError, RowUnits
 from h3lib.ops.hopper import directives, gemm_chain, gemm_fold
 from h3lib.ops.hopper.compiled import compile_offline
-from h3lib.ops.hopper.gemm_chain import chain_fp32_kernel, chain_launch, fp32_options
+from h3lib.ops.hopper.gemm_chain import chain_launch
 from h3lib.ops.hopper.gemm_fold import TIMESTEP_TILE, fold_launch, timestep_chain_kernel
+from h3lib.ops.hopper.gemm_fp32 import fp32_launch
 from h3lib.ops.hopper.gemm_kernel import gemm_kernel
 from h3lib.ops.hopper.gemm_tree import FINISH, finish_kernel, subtree_launch, tree_launch
 
@@ -47,7 +49,7 @@ def fold(tile, root=EVERY, dtype=torch.bfloat16):
 
 OPS = ("linear_forward", "linear_dx", "unit_tree", "row_fold")
 FORWARD, DX, TREE, FOLD = (directives.tiles(op) for op in OPS)
-THIN = next(tile for tile in TREE if tile.thin)
+LOW = next(tile for tile in TREE if tile.swapped)
 LAUNCHES = {
     **{f"linear_forward {tile}": (chain, tile) for tile in FORWARD},
     **{f"linear_dx {tile}": (chain, tile, False) for tile in DX},
@@ -55,9 +57,9 @@ LAUNCHES = {
     "linear_forward with bias, swapped": (chain, FORWARD[1], True, meta(768)),
     **{f"unit tree {tile}": (product, tile) for tile in TREE},
     "unit tree of three parts": (product, TREE[-1], 3),
-    "unit tree of three parts, thin": (product, THIN, 3),
+    "unit tree of three parts, low": (product, LOW, 3),
     **{f"root of {n} units": (tree, TREE[-2], n, 2, torch.float32) for n in (2, 4, 8)},
-    "root of 8 units, thin": (tree, THIN, 8, 2, torch.float32),
+    "root of 8 units, low": (tree, LOW, 8, 2, torch.float32),
     **{f"row fold {tile}": (fold, tile) for tile in FOLD},
     "row fold root": (fold, FOLD[0], range(0, 4), torch.float32),
 }
@@ -71,23 +73,23 @@ def test_wgmma_and_tma_without_spills(name):
     code.check(tensor_cores=True)
     # One wait a block, however many HGMMA it has: none was serialised.
     option = launch.options
-    tails = option["TAIL"] > 0 and not option["THIN"]
-    in_block = option["BK"] // 16 * (option["BM"] // 64) * (1 + tails)
+    in_block = option["BK"] // 16 * (option["BM"] // 64) * (1 + (option["TAIL"] > 0))
     assert code.count("HGMMA") == code.count("WARPGROUP.DEPBAR") * in_block
     assert code.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize("tile", directives.fp32_tiles(), ids=str)
-@pytest.mark.parametrize("ta, tb, into", [(False, True, False), (True, False, True)])
-def test_fp32_chain_is_fused_multiply_adds(ta, tb, into, tile):
-    f = meta(4096, dtype=torch.float32)
-    code = compile_offline(
-        chain_fp32_kernel, f, f, f, f, 100, 96, 64, 96, 96,
-        TA=ta, TB=tb, INTO=into, BIAS=True, **fp32_options(tile),
-    )  # fmt: skip
+@pytest.mark.parametrize("a_k_first, b_k_first", [(False, False), (True, True), (False, True)])
+def test_fp32_chain_is_fused_multiply_adds(a_k_first, b_k_first, tile):
+    f = functools.partial(meta, dtype=torch.float32)
+    a, b = f(64, 100).T if a_k_first else f(100, 64), f(64, 96) if b_k_first else f(96, 64).T
+    launch = fp32_launch(a, b, f(100, 96), f(96), tile, go_on=a_k_first)
+    code = compile_offline(launch.kernel, *launch.operands, **launch.options)
     code.check(tensor_cores=False)
     assert not code.count("HMMA") and not code.count("HGMMA")
+    assert code.count("FFMA") == tile.rows * tile.columns * tile.depth // (32 * tile.num_warps)
     assert "fma.rn.f32" in code.ptx and "mma" not in code.ptx
+    assert a_k_first or re.search(r"ld\.global\S*\.v4", code.ptx)
 
 
 def test_timestep_chain_rounds_the_product_first():
@@ -138,7 +140,9 @@ def test_directives_lag_only_where_units_are_long_enough():
         assert directives.tile_for("linear_dx", rows, columns, 84).swapped
     for rows in (128, 137, 256, 273, 4096):
         assert not directives.tile_for("linear_dx", rows, 7168, 84).swapped
+    for rows in (128, 193, 256, 289, 4096):
         assert not directives.tile_for("unit_tree", rows, 5376, 14).swapped
-    assert directives.tile_for("unit_tree", 264, 5376, 14).thin
-    assert directives.fp32_tile_for(96) != directives.fp32_tile_for(5376)
+    for rows in (129, 192, 257, 264, 288):
+        assert directives.tile_for("unit_tree", rows, 5376, 14).rows == 96
+    assert directives.fp32_tile_for(264, 96) != directives.fp32_tile_for(264, 5376)
     assert gemm_chain.MAX_DEPTH == gemm_fold.MAX_DEPTH == 64

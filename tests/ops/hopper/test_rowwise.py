@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="triton is pinned in the GPU requirements")
 
 import h3lib.ops.hopper  # noqa: F401  registers back end triton
-from h3lib.bench import rowwise_bits
 from h3lib.contract import OperandError
 from h3lib.ops import adaln, norm, rope, swiglu
 from h3lib.ops.hopper import rowwise, rowwise_norm
@@ -183,11 +182,3 @@ def test_a_rank_without_rows_launches_nothing():
         rope.rotary_forward(meta(0, 2, 32), meta(0, 8), meta(0, 8), backend="triton").shape[0] == 0
     )
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", rowwise_bits.CHECKS)
-def test_bits(name):
-    findings = list(rowwise_bits.CHECKS[name]())
-    assert findings
-    failed = [finding for finding in findings if not finding.passed]
-    assert not failed, f"{len(failed)} of {len(findings)} failed, the first: {failed[0]}"
