@@ -110,7 +110,6 @@ class H3Transformer(nn.Module):
         """Leave the process group."""
         if self.levels is not None:
             self.levels.close()
-            self.levels.world.close()
             self.levels = None
 
     def forward(

@@ -95,7 +95,6 @@ class RankRun:
             raise
         finally:
             self.levels.close()
-            self.world.close()
 
     def _phase(self, name: str) -> None:
         """End the running phase and start the next."""

@@ -7,30 +7,27 @@ in turn in one run, as `bench/collectives.py` times ours and NCCL. The bits neve
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from h3lib.bench.collectives import BF16, COLUMNS, Bench
-from h3lib.contract import PeerError
+from h3lib.bench.collectives import BF16, COLUMNS, Bench, start_ranks
+from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
-from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.peer_plan import Shape
 from h3lib.provenance import gpu_environment
 
 _USUAL = Shape()
 SHAPES = (
     _USUAL,
-    *(replace(_USUAL, channels=n) for n in (64, 132, 264, 528) if n != _USUAL.channels),
+    *(replace(_USUAL, channels=n) for n in (32, 64, 132, 528)),
     *(replace(_USUAL, pieces=n) for n in (1, 2, 8)),
-    *(replace(_USUAL, block_bytes=n) for n in (4096, 8192, 32768)),
+    *(replace(_USUAL, block_bytes=n) for n in (8192, 16384)),
     replace(_USUAL, num_warps=4, channels=528),
-    replace(_USUAL, num_warps=16, channels=64, block_bytes=32768),
-    replace(_USUAL, num_warps=16, channels=132, block_bytes=32768),
+    *(replace(_USUAL, num_warps=16, channels=n) for n in (64, 132)),
 )
 SIZES = tuple(m << 20 for m in (8, 32, 128, 512))  # bytes of FP32 roots
 GRAPH_BYTES, WHOLE_BYTES = 8 << 20, 128 << 20  # the other collectives are timed at one size
@@ -70,7 +67,7 @@ def rank_main(out: Path) -> None:
                 print(*(f"  {us:8.1f} us {shape}" for us, shape in best), sep="\n", flush=True)
         if bench.rank == 0:
             content = {"environment": gpu_environment(), "rows": rows}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+            write_json(out, content)
     for tree in trees:
         tree.check()
         tree.close()
@@ -85,15 +82,8 @@ def main() -> None:
     if options.rank:
         rank_main(options.out)
         return
-    with tempfile.TemporaryDirectory(prefix="h3lib-shapes-") as folder:
-        log = Path(folder, "log")
-        arguments = ["--rank", "--out", str(options.out)]
-        ranks, settings = max(2, torch.cuda.device_count()), {"NCCL_NVLS_ENABLE": "0"}
-        module = "h3lib.bench.collective_shapes"
-        status = run_ranks(module, arguments, ranks, 600.0, log, lambda: None, settings)
-        print(log.read_text(errors="replace"))
-        if status:
-            raise PeerError("ranks of the benchmark", f"exit status {status}", "0")
+    ranks = max(2, torch.cuda.device_count())
+    start_ranks("h3lib.bench.collective_shapes", ["--rank", "--out", str(options.out)], ranks)
 
 
 if __name__ == "__main__":

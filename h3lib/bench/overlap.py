@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from h3lib.bench.collectives import Bench, start_ranks
-from h3lib.bench.left_out import LeftOut
+from h3lib.bench.left_out import Buffers, LeftOut
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES, PeerError
 from h3lib.files import write_json
@@ -70,7 +70,8 @@ class Case:
         self.layout, self.rows = layout, rows
         source = SyntheticWeights(SIZES[size], 0, device)
         owner = Ownership.of(layout, rows, PUBLISHED)
-        peers, silent = TreeCollective(ranks), TreeCollective(LeftOut(ranks.rank, ranks.size))
+        peers = TreeCollective(ranks)
+        silent = TreeCollective(LeftOut(ranks.rank, ranks.size, Buffers()))
         meshes = {
             WITH: self._mesh(peers, AS_SUITS),
             WITHOUT: self._mesh(peers, IN_TURN),

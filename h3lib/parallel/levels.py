@@ -12,6 +12,8 @@ an error, never another transport.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from h3lib.contract import PeerError
@@ -76,7 +78,7 @@ def take_gpus(world: GlooWorld, on_gpu: bool) -> list[str]:
 
 
 class Levels:
-    """Opens the level of a group, each once; `close` closes what it opened.
+    """Opens the level of a group, each once; `close` closes what it opened, and the world.
 
     `gpus` are the UUIDs of all ranks' GPUs, empty on CPUs."""
 
@@ -110,7 +112,13 @@ class Levels:
         return max((self.gpus.count(gpu) for gpu in self.gpus if gpu), default=None)
 
     def close(self) -> None:
-        for level in self.opened.values():
-            if hasattr(level, "close"):
-                level.close()
-        self.opened = {}
+        """Close what was opened, in that order, then the world.
+
+        **Raises:** PeerError if a peer fails now; everything is closed all the same.
+        """
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self.world.close)
+            for level in reversed(self.opened.values()):
+                if hasattr(level, "close"):
+                    last_first.callback(level.close)
+            self.opened = {}

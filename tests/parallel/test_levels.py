@@ -30,8 +30,13 @@ def test_nccl_joins_nodes_only_where_every_rank_owns_a_gpu():
 
 
 class World:
+    closed = False
+
     def connect(self, ranks, rank):
         return ("level", ranks, rank)
+
+    def close(self):
+        self.closed = True
 
 
 def test_a_group_is_opened_once_and_what_was_opened_is_reported():
@@ -43,6 +48,29 @@ def test_a_group_is_opened_once_and_what_was_opened_is_reported():
     assert levels.opened == {}
     with pytest.raises(KeyError):
         levels((5, 6), 5)
+
+
+class Opened:
+    def __init__(self, name, closed, fails=False):
+        self.name, self.closed, self.fails = name, closed, fails
+
+    def close(self):
+        self.closed.append(self.name)
+        if self.fails:
+            raise PeerError(self.name, "a peer that died", "none")
+
+
+def test_everything_is_closed_in_the_order_of_opening_also_when_a_peer_fails_meanwhile():
+    world, closed = World(), []
+    levels = Levels(world, {}, [])
+    levels.opened = {
+        (0, 1): Opened("first", closed, fails=True),
+        (0, 2): Opened("second", closed),
+        (0, 3): "no close",
+    }
+    with pytest.raises(PeerError, match="first: received 'a peer that died'"):
+        levels.close()
+    assert closed == ["first", "second"] and world.closed and levels.opened == {}
 
 
 class HostWorld:
