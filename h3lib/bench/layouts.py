@@ -43,6 +43,7 @@ ROWS = (14910, 37776, 4096, 264)  # in this order: the few rows' graphs come las
 COMPILED_ROWS = (14910,)
 NOT_RUN, NO_TIME = "not run: ranks share a GPU", "not run: no time was left"
 TIMEOUT_S = 150.0
+ALONE_ON_A_GPU = 8  # ranks whose memory is measured at once: 10 GB each at 37,776 rows
 LISTS = ("measurements", "memory", "bits", "agreement")
 Found = dict[str, list[dict]]
 
@@ -99,7 +100,11 @@ def bench_layouts(
         content = header | found | {"failures": failures, "complete": complete}
         out.write_text(json.dumps(content, indent=1) + "\n")
 
-    _side_by_side(parsed, lambda layout, i: add(f"{layout.name} alone", *_alone(layout, rows, i)))
+    _side_by_side(
+        parsed,
+        lambda layout, i: add(f"{layout.name} alone", *_alone(layout, rows, i)),
+        ALONE_ON_A_GPU * gpus.count,
+    )
     for layout in parsed:
         if layout.num_ranks > gpus.count:
             add(layout.name, _not_run(layout, rows, NOT_RUN), None)
@@ -119,8 +124,10 @@ def bench_layouts(
         raise PeerError("layouts", failures, "ranks that end")
 
 
-def _side_by_side(layouts: Sequence[Layout], run: Callable[[Layout, int], None]) -> None:
-    with ThreadPoolExecutor(max(1, len(layouts))) as pool:
+def _side_by_side(
+    layouts: Sequence[Layout], run: Callable[[Layout, int], None], at_once: int = len(LAYOUTS)
+) -> None:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(run, layouts, range(len(layouts))))
 
 
