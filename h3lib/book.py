@@ -164,11 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("notebook", type=Path)
     one.add_argument("name", help="name of the page in book/runs/")
     one.add_argument("-p", "--parameter", nargs=2, action="append", default=[])
+    one.add_argument("--title", help="heading of the page; with parameters it is else the name")
     options = parser.parse_args(arguments)
     try:
         if options.command == "run":
             values = parse_parameters(options.notebook, dict(options.parameter))
-            runs = [Run(options.notebook, options.name, values, options.name if values else None)]
+            title = options.title or (options.name if values else None)
+            runs = [Run(options.notebook, options.name, values, title)]
         else:
             runs = plan()
         for run in runs:

@@ -15,12 +15,25 @@ from h3lib.contract import PUBLISHED, ReportError
 from h3lib.layout import Layout
 
 ROWS, PASS = 14910, "forward + backward"
+NOT_TIMED = (
+    f"**Not measured:** a forward and backward of {ROWS:,} rows in layouts whose ranks each own a "
+    "GPU, beside diffusers with NCCL. `h3lib bench layouts` measures it; no report of it is here."
+)
+_WORDS = (
+    "What that costs, where each rank owns a GPU: the time of one block, forward and backward, "
+    f"{ROWS:,} rows, over that of diffusers' block under plain tensor, sequence, or context "
+    "parallelism with NCCL on the same GPUs in the same run, the faster of eager and "
+    "`torch.compile`. *Exposed*: communication that the products do not hide."
+)
+_FIGURE_WORDS = "Bars: our time over that of diffusers with NCCL, for each layout."
+_LISTS = ("measurements", "memory", "bits", "agreement")
 _SAME = ("layout", "rows", "op", "graph", "against")
 _BAR, _GAP, _LEFT, _WIDTH, _RIGHT = 22, 10, 96, 420, 150
 
 
 def timing_files(*folders: Path | str) -> list[dict]:
-    """The files `layouts*.json` in folders and below, the oldest first.
+    """The files `layouts*.json` in folders and below, the oldest first; a list that one does not
+    have is empty (memory may be measured without times).
 
     **Raises:** ReportError for one that is not complete or of another contract.
     """
@@ -31,7 +44,7 @@ def timing_files(*folders: Path | str) -> list[dict]:
             raise ReportError(f"measurements {path.name}", "incomplete", "`complete: true`")
         if content.get("contract") != PUBLISHED.id:
             raise ReportError(f"contract of {path.name}", content.get("contract"), PUBLISHED.id)
-        found.append(content)
+        found.append({name: [] for name in _LISTS} | content)
     return sorted(found, key=lambda content: content["environment"]["date"])
 
 
@@ -69,6 +82,13 @@ def price_line(line: dict) -> dict[str, str]:
         "communication exposed (ms)": f"{line['exposed_ms']:.1f}",
         "hidden (ms)": f"{line['hidden_ms']:.1f}",
     }
+
+
+def price_text(lines: Sequence[dict], table: str, figure: str) -> str:
+    """Markdown of the README: the prices' table and the path of their figure, or what lacks."""
+    if not lines:
+        return NOT_TIMED + "\n"
+    return f"{_WORDS}\n\n![{_FIGURE_WORDS}]({figure})\n\n{table}"
 
 
 def price_figure(lines: Sequence[dict]) -> str:

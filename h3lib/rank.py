@@ -210,8 +210,10 @@ class RankRun:
         self.seconds["total"] = time.monotonic() - self.started
         ranks = self.world.gather_objects(differences)
         seconds = self.world.gather_objects(self.seconds)
+        again = count(self.world.gather_objects(untraced))
         found = {
-            "untraced": count(self.world.gather_objects(untraced)),
+            "equal": not count(ranks)["different"] + again["different"],
+            "untraced": again,
             "control": control,
             "timings_s": {phase: round(max(s[phase] for s in seconds), 6) for phase in seconds[0]},
         }
@@ -224,7 +226,7 @@ class RankRun:
         failure = self.world.gather_objects(failure)[0]
         if failure is not None:
             raise ReportError("report", failure, "a valid report that can be written")
-        return DIFFERENT if count(ranks)["different"] + found["untraced"]["different"] else EQUAL
+        return EQUAL if found["equal"] else DIFFERENT
 
     def _content(
         self, canonical: CanonicalFile, ranks: list[list[Difference]], found: dict
@@ -254,7 +256,6 @@ class RankRun:
             "environment": self.environment,
             **self.digests,
             "tensors": tensors,
-            "equal": not count(ranks)["different"] + found["untraced"]["different"],
             **found,
             "canonical_reused": self.canonical_reused,
             "complete": True,

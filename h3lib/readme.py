@@ -13,7 +13,7 @@ from pathlib import Path
 
 from h3lib.contract import ReportError
 from h3lib.layout import Layout
-from h3lib.prices import price_figure, price_line, prices, timed_lines, timing_files
+from h3lib.prices import price_figure, price_line, price_text, prices, timed_lines, timing_files
 from h3lib.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,15 +136,20 @@ def main(arguments: Sequence[str]) -> int:
     of_model = markdown_table([model_line(r) for r in model_reports(folder)])
     new = with_results(new, of_model, MODEL_START, MODEL_END)
     found = prices(timed_lines(timing_files(folder)))
-    new = with_results(new, markdown_table(list(map(price_line, found))), PRICE_START, PRICE_END)
-    figure = price_figure(found)
+    table = markdown_table(list(map(price_line, found)))
+    text = price_text(found, table, FIGURE.relative_to(ROOT).as_posix())
+    new = with_results(new, text, PRICE_START, PRICE_END)
+    figure = price_figure(found) if found else None
     if list(arguments) == ["--check"]:
-        stale = new != old or not FIGURE.exists() or FIGURE.read_text() != figure
+        stale = new != old or figure != (FIGURE.read_text() if FIGURE.exists() else None)
         if stale:
             print("README.md or prices.svg differ from reports/; run python -m h3lib.readme")
         return int(stale)
     path.write_text(new)
-    FIGURE.write_text(figure)
+    if figure is None:
+        FIGURE.unlink(missing_ok=True)
+    else:
+        FIGURE.write_text(figure)
     return 0
 
 

@@ -115,10 +115,13 @@ def test_a_short_run_finds_nothing(tmp_path):
     assert all(outcome["passed"] for outcome in report["outcomes"])
 
 
-@pytest.mark.parametrize("count,ranks,words", [(0, 4, "count"), (1, 1, "ranks"), (1, 9, "ranks")])
-def test_what_cannot_be_run_is_refused(count, ranks, words, tmp_path):
+@pytest.mark.parametrize(
+    "count,ranks,jobs,words",
+    [(0, 4, 1, "count"), (1, 1, 1, "ranks"), (1, 9, 1, "ranks"), (1, 4, -1, "jobs")],
+)
+def test_what_cannot_be_run_is_refused(count, ranks, jobs, words, tmp_path):
     with pytest.raises(FaultsError, match=words):
-        run_faults(count, 0, tmp_path / "faults.json", num_ranks=ranks)
+        run_faults(count, 0, tmp_path / "faults.json", num_ranks=ranks, jobs=jobs)
 
 
 def test_open_close_rounds_leave_nothing():

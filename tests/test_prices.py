@@ -6,7 +6,17 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from h3lib.contract import PUBLISHED, ReportError
-from h3lib.prices import PASS, ROWS, price_figure, price_line, prices, timed_lines, timing_files
+from h3lib.prices import (
+    NOT_TIMED,
+    PASS,
+    ROWS,
+    price_figure,
+    price_line,
+    price_text,
+    prices,
+    timed_lines,
+    timing_files,
+)
 
 
 def _line(layout="tp2", ours=50.0, theirs=40.0, against="diffusers eager, NCCL", **changes):
@@ -57,3 +67,19 @@ def test_the_figure_is_xml_and_names_every_price():
     root = ElementTree.fromstring(price_figure([_line(), _line("cp2", ours=30.0)]))
     words = "".join(root.itertext())
     assert "tp2" in words and "1.25" in words and "cp2" in words and "0.75" in words
+
+
+def test_a_file_of_memory_alone_has_no_lines(folder):
+    place = folder("layouts-memory.json", memory=[{"layout": "tp1"}])
+    path = place / "layouts-memory.json"
+    content = json.loads(path.read_text())
+    del content["measurements"]
+    path.write_text(json.dumps(content))
+    (found,) = timing_files(place)
+    assert found["measurements"] == [] and len(found["memory"]) == 1
+
+
+def test_without_prices_the_readme_says_so():
+    assert price_text([], "the table", "prices.svg") == f"{NOT_TIMED}\n"
+    text = price_text([_line()], "the table", "prices.svg")
+    assert "the table" in text and "](prices.svg)" in text and NOT_TIMED not in text

@@ -10,7 +10,6 @@ at a time, since most of the time goes into compiling.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import torch
 
 from h3lib.bench import attention_invariance, attention_probes, gemm_bits, gemm_probes, rowwise_bits
 from h3lib.bench.findings import Check, run_checks
+from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
 from h3lib.provenance import gpu_environment
 
@@ -85,5 +85,5 @@ def bench_bits(out: Path, jobs: int = 4) -> bool:
             findings += results
     passed = all(finding["passed"] for finding in findings)
     content = {"environment": gpu_environment(), "findings": findings, "passed": passed}
-    out.write_text(json.dumps(content | {"complete": True}, indent=1) + "\n")
+    write_json(out, content | {"complete": True})
     return passed

@@ -24,7 +24,7 @@ from h3lib.bench.measure import Protocol, compare, medians
 from h3lib.compare import different_elements
 from h3lib.contract import SIZES
 from h3lib.model.block import Block
-from h3lib.model.inputs import block_inputs, block_weights
+from h3lib.model.inputs import block_inputs, block_results, block_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.shard import SeqShard
@@ -72,11 +72,7 @@ class Case:
         """One launch of our forward, or forward + backward."""
 
         def call(_: int = 0) -> dict[str, Tensor]:
-            out = self.ours.forward(self.given.x, self.given.temb, self.given.rows)
-            if not backward:
-                return {"out": out}
-            found = self.ours.backward(self.given.dout)
-            return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
+            return block_results(self.ours, self.given, backward)
 
         return call
 

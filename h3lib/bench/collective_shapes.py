@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from h3lib.bench.collectives import BF16, COLUMNS, Bench, start_ranks
+from h3lib.bench.collectives import BF16, COLUMNS, Bench
+from h3lib.bench.start import start_ranks
 from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.launch import die_with_launcher

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +23,12 @@ from pathlib import Path
 import torch
 
 from h3lib.bench.measure import Protocol, graphed, medians, time_us
+from h3lib.bench.start import start_ranks
 from h3lib.contract import PeerError
 from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
-from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer import CAPACITY_BYTES, PeerTree
 from h3lib.parallel.peer_plan import Shape
@@ -243,28 +243,6 @@ def rank_main(out: Path) -> None:
 def bench_collectives(out: Path) -> None:
     """One rank a GPU, or two on one GPU; write `out`. **Raises:** PeerError if a rank fails."""
     start_ranks("h3lib.bench.collectives", [str(out)], max(2, torch.cuda.device_count()))
-
-
-def start_ranks(module: str, arguments: list[str], ranks: int, timeout_s: float = 1200.0) -> None:
-    """A benchmark on `ranks` ranks of this machine; what they say is shown as they say it.
-
-    **Raises:** PeerError if a rank fails.
-    """
-    with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
-        log, shown = Path(folder, "log"), 0
-
-        def tick() -> None:
-            nonlocal shown
-            text = log.read_text(errors="replace")
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-
-        variables = {"NCCL_NVLS_ENABLE": "0"}
-        status = run_ranks(module, arguments, ranks, timeout_s, log, tick, variables)
-        tick()
-        if status:
-            tail = log.read_text(errors="replace")[-3000:]
-            raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")
 
 
 def main() -> None:

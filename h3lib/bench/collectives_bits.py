@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,9 +25,9 @@ from h3lib.bench.collectives_checks import (
 )
 from h3lib.bench.findings import Finding, found
 from h3lib.bench.overlap_checks import OVERLAP_CHECKS
-from h3lib.contract import PeerError
+from h3lib.bench.start import start_ranks
 from h3lib.files import write_json
-from h3lib.parallel.launch import die_with_launcher, run_ranks
+from h3lib.parallel.launch import die_with_launcher
 from h3lib.provenance import gpu_environment
 
 
@@ -102,31 +101,18 @@ def _write(options: argparse.Namespace, findings: list[Finding], complete: bool)
     write_json(options.out, content)
 
 
-def run_bits(out: Path, commit: str, quick: bool, ranks: list[int], timeout_s: float) -> str:
+def run_bits(out: Path, commit: str | None, quick: bool, ranks: list[int], timeout_s: float) -> str:
     """Start the ranks; what they printed. **Raises:** PeerError if they do not end well."""
-    arguments = ["--out", str(out), "--commit", commit, "--rank", "--ranks", *map(str, ranks)]
+    arguments = ["--out", str(out), "--rank", "--ranks", *map(str, ranks)]
+    arguments += ["--commit", commit] if commit else []
     arguments += ["--quick"] if quick else []
-    with tempfile.TemporaryDirectory(prefix="h3lib-bits-") as folder:
-        log, module = Path(folder, "log"), "h3lib.bench.collectives_bits"
-        shown = 0
-
-        def tick() -> None:
-            nonlocal shown
-            text = log.read_text(errors="replace")
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-
-        status = run_ranks(module, arguments, NUM_RANKS, timeout_s, log, tick)
-        tick()
-        if status:
-            raise PeerError("ranks of the bits benchmark", f"exit status {status}", "0")
-        return log.read_text(errors="replace")
+    return start_ranks("h3lib.bench.collectives_bits", arguments, NUM_RANKS, timeout_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is tested")
+    parser.add_argument("--commit", help="commit that is tested, if not this checkout's")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(range(1, NUM_RANKS + 1)))
     parser.add_argument("--timeout", type=float, default=600.0)

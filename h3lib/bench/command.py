@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-KINDS = ("kernels", "bits", "collectives", "layouts", "overlap")
+KINDS = ("kernels", "bits", "collectives", "layouts", "overlap", "interference")
 
 
 def add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
-"""A product beside a collective, each on a stream: `python -m h3lib.bench.interference --out FILE`.
+"""A product beside a collective, each on a stream: `h3lib bench interference --out FILE.json`.
 
-    product slowdown      its time while collectives run all the while / its time alone
+    product slowdown      its time while collectives run all the while / its time alone on all
+                          multiprocessors, whatever it leaves free
     collective slowdown   its time while products run all the while / its time alone with as many
                           programs as it has by default, whatever its limit
     gain                  1 / product slowdown + 1 / collective slowdown: what two streams do in the
@@ -9,7 +10,8 @@
     multiprocessors       that a launch can be on at once: its programs, at most all; from a profile
 
 One rank a GPU, two or more. Products of one wave have a tile for each multiprocessor and lose a
-whole wave if one is taken. All work is replayed from CUDA graphs, so that no host keeps pace; alone
+whole wave if one is taken; one of many waves can leave some free, as products beside a lane do. All
+work is replayed from CUDA graphs, so that no host keeps pace; alone
 and beside take turns, medians, the slowest rank's. How many programs a collective of the peer tree
 has is not part of its bits.
 """
@@ -17,50 +19,51 @@ has is not part of its bits.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call, start_ranks
+from h3lib.bench.collectives import BF16, COLUMNS, Bench, Call
+from h3lib.bench.start import start_ranks
 from h3lib.contract import PeerError
 from h3lib.files import write_json
-from h3lib.ops.backend import load_backend
+from h3lib.ops.backend import BESIDE, load_backend
 from h3lib.ops.gemm import linear_forward
-from h3lib.parallel import peer_steps
+from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.launch import die_with_launcher
 from h3lib.parallel.nccl import NcclLibrary
+from h3lib.parallel.peer_lane import LANE_CHANNELS, LANE_MULTIPROCESSORS
+from h3lib.parallel.peer_plan import Shape
 from h3lib.parallel.place import own_place
 from h3lib.provenance import gpu_environment
 
-ROUNDS, WINDOW_US = 5, 5_000.0
+BUSY = -1  # priority of a stream that goes before others
+ROUNDS, WINDOW_US = 3, 5_000.0
 COVER, MOST_COVER = 3, 96  # times the window for which the other side's work is laid out
 CALLS = 8  # in a graph
 ROWS = 8192  # of a collective's operand, 5,376 columns in FP32: 176 MB a rank
 ONE_WAVE = (1408, 3072, 21504)  # 11 x 12 tiles of 128 x 256, on 132 multiprocessors
 MANY_WAVES = (4096, 43008, 5376)  # ff-in of 4,096 rows
-PROGRAMS = (32, 16, 8)
+CHANNELS = ((None, 0), (None, BUSY), (64, 0), (LANE_CHANNELS, 0), (LANE_CHANNELS, BUSY), (16, 0))
 NCCL_CTAS = (8, 4)
 REDUCE_SCATTER, ALL_REDUCE = "reduce_scatter_rows to BF16", "all_reduce to BF16"
 OURS, NCCL = "peer tree", "NCCL FP32"
-BUSY = -1  # priority of a stream that goes before others
 
 
 @dataclass(frozen=True)
 class Work:
-    """`CALLS` calls in a graph, and the stream that they are replayed on; `programs` is the limit
-    that was set, None for the default."""
+    """`CALLS` calls in a graph, and the stream that they are replayed on; `limit` is that of a
+    collective's programs, None for the default, or how many multiprocessors a product leaves."""
 
     name: str
     way: str
-    programs: int | None
+    limit: int | None
     priority: int
     call: Call
     graph: torch.cuda.CUDAGraph
@@ -70,20 +73,8 @@ class Work:
         """Its part of a line; `what` is "product" or "collective"."""
         named = {what: self.name, f"{what}_way": self.way}
         if what == "product":
-            return named
-        return named | {"programs": self.programs, "high_priority": self.priority < 0}
-
-
-@contextlib.contextmanager
-def limited(programs: int | None) -> Iterator[None]:
-    """Kernels of the peer tree that are launched or captured inside have at most `programs`."""
-    before = peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS
-    if programs is not None:
-        peer_steps.MAX_PROGRAMS = peer_steps.STAGE_PROGRAMS = programs
-    try:
-        yield
-    finally:
-        peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS = before
+            return named | {"left_free": self.limit or 0}
+        return named | {"programs": self.limit, "high_priority": self.priority < 0}
 
 
 class Interference:
@@ -94,62 +85,69 @@ class Interference:
         if not self.bench.owns_gpu:
             raise PeerError("ranks on a GPU", "more than one", "one: NCCL takes no more")
         self.world, self.rank, self.size = self.bench.world, self.bench.rank, self.bench.size
+        self.trees = {None: self.bench.tree}
 
     def capture(
-        self, name: str, way: str, call: Call, programs: int | None = None, priority: int = 0
+        self, name: str, way: str, call: Call, limit: int | None = None, priority: int = 0
     ) -> Work:
         """A call as a graph on a stream of its own."""
         stream = torch.cuda.Stream(priority=priority)
-
-        def run() -> None:
-            with limited(programs):
-                call()
-
         with torch.cuda.stream(stream):
-            run()
+            call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(CALLS):
-                run()
-        return Work(name, way, programs, priority, run, graph, stream)
+                call()
+        return Work(name, way, limit, priority, call, graph, stream)
 
     def products(self) -> list[Work]:
-        """Of one wave by cuBLAS and by this project, and of many waves by this project."""
+        """Of one wave by cuBLAS and by this project, and of many waves by this project, on all
+        multiprocessors and on as many as a lane leaves."""
 
         def operands(rows: int, columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
             shapes = (rows, depth), (columns, depth)
             return tuple(torch.randn(shape, device="cuda", dtype=BF16) for shape in shapes)
 
         x, w = operands(*ONE_WAVE)
-        wide_x, wide_w = operands(*MANY_WAVES)
+        wide = operands(*MANY_WAVES)
+
+        def many_waves() -> None:
+            linear_forward(*wide, backend="triton")
+
+        def leaving() -> None:
+            BESIDE.hold(self, LANE_MULTIPROCESSORS, math.inf)
+            many_waves()
+            BESIDE.release(self)
+
         return [
             self.capture("one wave", "cuBLAS", lambda: torch.matmul(x, w.T)),
             self.capture("one wave", "h3lib", lambda: linear_forward(x, w, backend="triton")),
-            self.capture(
-                "many waves", "h3lib", lambda: linear_forward(wide_x, wide_w, backend="triton")
-            ),
+            self.capture("many waves", "h3lib", many_waves),
+            self.capture("many waves", "h3lib", leaving, LANE_MULTIPROCESSORS),
         ]
 
     def collectives(self) -> list[Work]:
-        """Ours with several numbers of programs, first with the default; NCCL's with its own
-        number of CTAs and with fewer."""
+        """Ours with several numbers of channels, first with the default; NCCL's with its own number
+        of CTAs and with fewer."""
         bench, size = self.bench, self.size
         roots = torch.randn(1, ROWS, COLUMNS, device="cuda")
         cuts = [ROWS * rank // size for rank in range(size + 1)]
         out = torch.empty(ROWS // size, COLUMNS, device="cuda")
         flat = torch.zeros(ROWS * COLUMNS, device="cuda")  # in place: zeros stay finite
 
-        def scatter() -> None:
-            bench.collective.reduce_scatter_rows(roots, bench.cuts, cuts, BF16)
-
-        def reduce() -> None:
-            bench.collective.all_reduce(roots.view(1, -1), bench.cuts, BF16)
-
+        scattered = roots, bench.cuts, cuts, BF16
+        reduced = roots.view(1, -1), bench.cuts, BF16
         found = []
-        for name, call in ((REDUCE_SCATTER, scatter), (ALL_REDUCE, reduce)):
-            found += [self.capture(name, OURS, call, count) for count in (None, *PROGRAMS)]
-            found.append(self.capture(name, OURS, call, None, BUSY))
+        for count, priority in CHANNELS:
+            if count not in self.trees:
+                self.trees[count] = bench.open(bench.ranks, Shape(channels=count))
+            ours = TreeCollective(self.trees[count])
+            for name, call in (
+                (REDUCE_SCATTER, lambda c=ours: c.reduce_scatter_rows(*scattered)),
+                (ALL_REDUCE, lambda c=ours: c.all_reduce(*reduced)),
+            ):
+                found.append(self.capture(name, OURS, call, count, priority))
         for most in (None, *NCCL_CTAS):
             library = NcclLibrary(self.world, list(bench.ranks), most)
             for name, call in (
@@ -237,7 +235,11 @@ class Interference:
         return found
 
     def close(self) -> None:
-        self.bench.tree.check()
+        for tree in self.trees.values():
+            tree.check()
+        for count, tree in self.trees.items():
+            if count is not None:  # that one is the bench's
+                tree.close()
         self.bench.close()
 
 
@@ -247,13 +249,13 @@ def relate(lines: list[dict]) -> None:
     default = {
         (line["product"], line["product_way"], line["collective"], line["collective_way"]): line
         for line in lines
-        if line["programs"] is None and not line["high_priority"]
+        if line["programs"] is None and not line["high_priority"] and not line["left_free"]
     }
     for line in lines:
         same = line["product"], line["product_way"], line["collective"]
-        alone = default[*same, line["collective_way"]]["collective_alone_us"]
-        line["product_slowdown"] = line["product_beside_us"] / line["product_alone_us"]
-        line["collective_slowdown"] = line["collective_beside_us"] / alone
+        alone = default[*same, line["collective_way"]]
+        line["product_slowdown"] = line["product_beside_us"] / alone["product_alone_us"]
+        line["collective_slowdown"] = line["collective_beside_us"] / alone["collective_alone_us"]
         line["gain"] = 1 / line["product_slowdown"] + 1 / line["collective_slowdown"]
         theirs = default[*same, NCCL]
         lost = theirs["product_beside_us"] / theirs["product_alone_us"] - 1
@@ -310,17 +312,19 @@ def rank_main(out: Path) -> None:
     write(complete=True)
 
 
+def bench_interference(out: Path) -> None:
+    """One rank a GPU; write `out`. **Raises:** PeerError for one GPU, and if a rank fails."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise PeerError("GPUs", gpus, "2 or more, one a rank")
+    start_ranks("h3lib.bench.interference", ["--out", str(out)], gpus)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if own_place() is not None:
-        rank_main(options.out)
-        return
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        parser.error(f"GPUs: received {gpus}; accepted: 2 or more, one a rank")
-    start_ranks("h3lib.bench.interference", ["--out", str(options.out)], gpus)
+    (rank_main if own_place() is not None else bench_interference)(options.out)
 
 
 if __name__ == "__main__":

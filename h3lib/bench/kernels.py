@@ -7,7 +7,6 @@ says of which. Part `tiles`, in a run of its own, times every entry of the direc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from h3lib.bench.measure import Protocol, Row, report
 from h3lib.contract import BackendError
+from h3lib.files import write_json
 from h3lib.ops.backend import load_backend
 
 DEFAULT = ("rowwise", "gemm", "attention", "block")
@@ -62,7 +62,7 @@ def bench_kernels(out: Path, parts: Sequence[str] = DEFAULT) -> None:
 
     def write(complete: bool) -> None:
         content = report(rows, protocol, complete, parts=list(parts), **others)
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(out, content)
 
     for part in parts:
         for name, found in tqdm(measure_part(part, protocol), part, unit="row", disable=None):

@@ -6,7 +6,6 @@ It also compiles what the ranks of the layout will ask for, so that they find it
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from h3lib.bench.layout_case import CUDNN, FEW_ROWS, FLASH, SDPA, SIZE
 from h3lib.bench.plain import LeftOutAxis, PlainBlock
 from h3lib.bench.rank_memory import rank_memory
 from h3lib.contract import PUBLISHED
+from h3lib.files import write_json
 from h3lib.layout import Layout, Ownership
 from h3lib.model.inputs import block_inputs, block_weights
 from h3lib.model.packing import job_for_rows, pack
@@ -59,7 +59,7 @@ def main() -> None:
         found |= their_memory(options.layout, rows, rank, compiled)
         torch.cuda.empty_cache()
         lines.append(found | {"measured": "one rank alone"})
-        options.out.write_text(json.dumps({"memory": lines}))
+        write_json(options.out, {"memory": lines})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,15 +15,16 @@ from h3lib.bench.layout_ranks import Call, RankWorld
 from h3lib.bench.left_out import Buffers
 from h3lib.bench.measure import Protocol
 from h3lib.bench.plain import PlainBlock
-from h3lib.compare import different_elements, take
+from h3lib.compare import compare_record, count
 from h3lib.contract import PUBLISHED, SIZES
 from h3lib.layout import Ownership
-from h3lib.model.block import Block, block_parameters
-from h3lib.model.inputs import block_inputs, block_weights
+from h3lib.model.block import Block
+from h3lib.model.inputs import block_inputs, block_results, block_weights
 from h3lib.model.packing import job_for_rows, pack
+from h3lib.model.program import block_records
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.mesh import Mesh
-from h3lib.parallel.shard import SeqShard, parameter_region
+from h3lib.parallel.shard import SeqShard
 
 SIZE = SIZES["full"]
 PROTOCOL = Protocol(rounds=5, round_ms=25.0, warm_up_ms=100.0)
@@ -57,16 +59,9 @@ class Case:
     def our_call(self, backward: bool, mesh: Mesh | None = None) -> Call:
         """One launch of our forward, or forward + backward; over another mesh than the layout's."""
         shard = self.shard if mesh is None else replace(self.shard, mesh=mesh)
-        block, given = Block(SIZE, shard, self.weights, "triton"), self.given
-
-        def call() -> dict[str, Tensor]:
-            out = block.forward(given.x, given.temb, given.rows)
-            if not backward:
-                return {"out": out}
-            found = block.backward(given.dout)
-            return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
-
-        return call
+        return partial(
+            block_results, Block(SIZE, shard, self.weights, "triton"), self.given, backward
+        )
 
     def their_call(
         self, backward: bool, compiled: bool = False, block: PlainBlock | None = None
@@ -138,16 +133,11 @@ class Case:
         weights = block_weights(SIZE, self.source, canonical)
         given = block_inputs(SIZE, self.source, self.packed, canonical, 0)
         block = Block(SIZE, canonical, weights, "triton")
-        expected = {"out": block.forward(given.x, given.temb, given.rows)}
-        found = block.backward(given.dout)
-        expected |= {"dx": found.dx, "dtemb": found.dtemb, **found.parameters}
-        mine, elements, different = self._results(graph), 0, 0
-        for name, value in mine.items():
-            part = take(expected[name], self._region(name, tuple(expected[name].shape)))
-            differ = different_elements(value.reshape(-1), part.reshape(-1))
-            elements, different = elements + differ.numel(), different + int(differ.sum())
-        counts = self.world.gather((elements, different))
-        elements, different = map(sum, zip(*counts, strict=True))
+        expected = block_results(block, given)
+        mine = block_records(self._results(graph), SIZE, self.shard)
+        differences = [compare_record(record, expected[record.name]) for record in mine]
+        found = count(self.world.gather(differences))
+        elements, different = found["total"], found["different"]
         return {
             **self.named, "graph": graph, "tensors": len(mine), "elements": elements,
             "different": different, "passed": elements > 0 and different == 0,
@@ -166,13 +156,6 @@ class Case:
             captured.replay()
         self.world.check()
         return results
-
-    def _region(self, name: str, shape: tuple[int, ...]):
-        """This rank's part of a result of `shape`."""
-        if name in block_parameters(SIZE):
-            return parameter_region(name, shape, self.owner, self.shard.tp_rank)
-        rows = self.shard.slice_rows if name in ("out", "dx") else range(shape[0])
-        return ((rows,), *((range(n),) for n in shape[1:]))
 
     def agreement(self) -> dict[str, object]:
         """|ours - theirs| / |theirs| of the output, dx, and the gradient that is farthest apart:

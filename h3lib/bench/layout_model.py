@@ -1,7 +1,7 @@
 """Time of the block in a layout, from measured kernels and measured links; nothing is timed here.
 
     time = sum over kernels of (time of the kernel alone on all rows and features) * share of a rank
-         + sum over collectives of (alpha + bytes that a rank reads / beta), by step and level
+         + sum over collectives of (alpha + bytes that a rank receives / beta), by step and level
 
 Nothing overlaps. A *share* is what the rank with most rows has of them, times what it has of the
 features. A collective is made of steps: a *finish* (FP32 roots, the tree) or a *gather*, each at a
@@ -68,7 +68,7 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Link:
-    """One step at one level: microseconds = alpha + bytes that a rank reads / beta."""
+    """One step at one level: microseconds = alpha + bytes that a rank receives / beta."""
 
     alpha_us: float
     bytes_per_us: float
@@ -111,7 +111,7 @@ def fit(points: list[tuple[float, float]]) -> Link:
 
 
 def measured_points(content: dict, step: str, key: str = "ours_us") -> list[tuple[float, float]]:
-    """(bytes that a rank reads from peers, microseconds) of one step alone, from the report of
+    """(bytes that a rank receives from peers, microseconds) of one step alone, from the report of
     `h3lib bench collectives`; `key` "theirs_us" is NCCL's."""
     op = {FINISH: "reduce_scatter_rows", GATHER: "all_gather_rows"}[step]
     share = (content["ranks"] - 1) / content["ranks"]
@@ -235,7 +235,7 @@ def groups(layout: Layout) -> dict[str, tuple[int, int]]:
 
 
 def steps(call: Collective, local: int, nodes: int) -> list[tuple[str, str, float]]:
-    """(step, level, bytes that a rank reads from others) of a collective among `local` ranks on
+    """(step, level, bytes that a rank receives) of a collective among `local` ranks on
     each of `nodes` nodes: finish and exchange slices, then gather; or gather."""
     ranks, n = local * nodes, call.elements
     if ranks == 1:

@@ -12,12 +12,11 @@ from h3lib.bench.measure import Protocol
 from h3lib.bench.plain import Axis, LeftOutAxis
 from h3lib.layout import Layout
 from h3lib.parallel.gloo import GlooWorld
-from h3lib.parallel.levels import transports_of
+from h3lib.parallel.levels import Levels, transports_of
 from h3lib.parallel.mesh import Group, Mesh, build_mesh, mesh_groups
-from h3lib.parallel.nccl import NcclLibrary, NcclTransport
+from h3lib.parallel.nccl import NcclLibrary
 from h3lib.parallel.peer import PeerTree
 from h3lib.parallel.place import own_place
-from h3lib.parallel.transport import Level
 
 TIMEOUT_S = 90.0
 GRAPH_CALLS = 4
@@ -33,8 +32,8 @@ class RankWorld:
         self.layout = layout
         self.world = GlooWorld(groups, TIMEOUT_S, data_groups=groups)
         self.rank = self.world.rank
-        self.transports = transports_of(layout, groups, "peer", owns_gpu=True)
-        self.levels: dict[Group, Level] = {}
+        transports = transports_of(layout, groups, "peer", owns_gpu=True)
+        self.levels = Levels(self.world, transports, [], checked=False)
 
     def gather(self, value: object) -> list:
         """Every rank's value."""
@@ -42,12 +41,12 @@ class RankWorld:
 
     def mesh(self) -> Mesh:
         """Over the peer tree; calls are not checked before `check`."""
-        return build_mesh(self.layout, self.rank, self._level)
+        return build_mesh(self.layout, self.rank, self.levels)
 
     def noted_mesh(self, notes: list[Call], give: Give) -> Mesh:
         """The same, with every call of a level noted."""
         return build_mesh(
-            self.layout, self.rank, lambda group, rank: Noted(self._level(group, rank), notes, give)
+            self.layout, self.rank, lambda group, rank: Noted(self.levels(group, rank), notes, give)
         )
 
     def left_out_mesh(self, give: Give) -> Mesh:
@@ -67,19 +66,10 @@ class RankWorld:
             return LeftOutAxis(rank, size, None, give)
         return Axis(rank, size, NcclLibrary(self.world, list(group)) if size > 1 else None)
 
-    def _level(self, group: Group, rank: int) -> Level:
-        """As `parallel/levels.py` chooses; the peer tree's calls are not checked."""
-        if group not in self.levels:
-            if self.transports[group] == "peer":
-                control = self.world.connect(group, rank)
-                self.levels[group] = PeerTree(control, checked=False)
-            else:
-                self.levels[group] = NcclTransport(self.world, list(group), rank)
-        return self.levels[group]
-
     @property
     def trees(self) -> list[PeerTree]:
-        return [level for level in self.levels.values() if isinstance(level, PeerTree)]
+        opened = self.levels.opened.values()
+        return [level for level in opened if isinstance(level, PeerTree)]
 
     def check(self) -> None:
         """**Raises:** PeerError if a collective since the last time failed."""
@@ -146,9 +136,7 @@ class RankWorld:
         return start.elapsed_time(stop) / repeats
 
     def close(self) -> None:
-        for tree in self.trees:
-            tree.close()
-        self.world.close()
+        self.levels.close()
 
 
 def _graphed(run: Call) -> Call:

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from h3lib.contract import PUBLISHED, PeerError
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.ops.backend import load_backend
 from h3lib.parallel.launch import die_with_launcher, run_ranks, watch
@@ -98,7 +99,7 @@ def bench_layouts(
 
     def write(complete: bool) -> None:
         content = header | found | {"failures": failures, "complete": complete}
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(out, content)
 
     _side_by_side(
         parsed,
@@ -208,9 +209,7 @@ def rank_main(layout: Layout, out: Path, rows: Sequence[int]) -> None:
         for name, line in case.measure(compiled=count in COMPILED_ROWS):
             found[name].append(line)
             if world.rank == 0:
-                unfinished = out.with_suffix(".part")
-                unfinished.write_text(json.dumps(found))
-                os.replace(unfinished, out)
+                write_json(out, found)
         del case
         torch.cuda.empty_cache()
     world.close()

@@ -154,7 +154,7 @@ def run_all(rounds: int = ROUNDS, abort_rounds: int = ABORT_ROUNDS) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is tested")
+    parser.add_argument("--commit", help="commit that is tested, if not this checkout's")
     options = parser.parse_args()
     found = []
     for litmus in run_all():

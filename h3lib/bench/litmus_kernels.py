@@ -15,9 +15,11 @@ from h3lib.parallel.peer_sync import (
     MAX_PEERS,
     MISSING,
     announce,
+    load,
     load_acquire,
     load_relaxed,
     now_ns,
+    store,
     store_relaxed,
     store_release,
     tell,
@@ -54,34 +56,6 @@ def _dawdle(lane, epoch, rank):
 
 
 @triton.jit
-def _store_gpu(address, value, present):
-    """A release at the scope of this GPU."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.release.gpu.global.u64 [$1], $2; "
-        "mov.u32 $0, 0; }",
-        "=r,l,l,r",
-        [address, value, present.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _load_gpu(address, present, absent):
-    """An acquire at the scope of this GPU."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, $3; "
-        "@p ld.acquire.gpu.global.u64 $0, [$1]; }",
-        "=&l,l,r,l",
-        [address, present.to(tl.int32), absent],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT: tl.constexpr):
     """Announce and wait without the order, or the scope, that the protocol has; 1 if late."""
     same = lane * 0
@@ -90,14 +64,14 @@ def _weak_exchange(peers, own, rank, epoch, lane, present, VARIANT: tl.constexpr
     if VARIANT == RELAXED:
         store_relaxed(there, same + epoch, present)
     else:
-        _store_gpu(there, same + epoch, present)
+        store(there, same + epoch, present, "release.gpu")
     deadline = _now_ns(lane) + SECOND_NS
     seen = tl.min(same, axis=0)
     while (seen < epoch) & (_now_ns(lane) < deadline):
         if VARIANT == RELAXED:
             seen = tl.min(load_relaxed(flags, present, same + epoch), axis=0)
         else:
-            seen = tl.min(_load_gpu(flags, present, same + epoch), axis=0)
+            seen = tl.min(load(flags, present, same + epoch, "acquire.gpu"), axis=0)
     return (seen < epoch).to(tl.int64)
 
 

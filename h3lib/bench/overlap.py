@@ -14,19 +14,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from h3lib.bench.collectives import Bench, start_ranks
+from h3lib.bench.collectives import Bench
 from h3lib.bench.left_out import Buffers, LeftOut
+from h3lib.bench.measure import Row
+from h3lib.bench.start import start_ranks
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, SIZES, PeerError
 from h3lib.files import write_json
 from h3lib.layout import Layout, Ownership
 from h3lib.model.block import Block
-from h3lib.model.inputs import block_inputs, block_weights
+from h3lib.model.inputs import block_inputs, block_results, block_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.weights import SyntheticWeights
 from h3lib.parallel.collective import TreeCollective
@@ -43,18 +46,10 @@ PASSES = {"block forward": False, "block forward + backward": True}
 WITH, WITHOUT, LEFT_OUT = "with overlap", "without overlap", "communication left out"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of `measurements`, in microseconds."""
+@dataclass(frozen=True, kw_only=True)
+class ExposedRow(Row):
+    """A line of `measurements` with what its times say of the communication, in microseconds."""
 
-    op: str
-    case: str
-    rows: int
-    against: str
-    ours_us: float
-    theirs_us: float
-    ratio: float
-    graph: bool
     left_out_us: float
     exposed_us: float
     exposed_without_us: float
@@ -92,16 +87,7 @@ class Case:
 
     def call(self, name: str, backward: bool) -> Callable[[], dict[str, Tensor]]:
         """One launch of the forward, or of forward + backward; everything that it gives."""
-        block, given = self.blocks[name], self.given
-
-        def run() -> dict[str, Tensor]:
-            out = block.forward(given.x, given.temb, given.rows)
-            if not backward:
-                return {"out": out}
-            found = block.backward(given.dout)
-            return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
-
-        return run
+        return partial(block_results, self.blocks[name], self.given, backward)
 
     def compare(self) -> tuple[int, int]:
         """How many elements this rank compares between overlap and none, and how many differ."""
@@ -122,14 +108,15 @@ def check(bench: Bench, case: Case) -> dict[str, object]:
     }  # fmt: skip
 
 
-def measure(bench: Bench, case: Case, op: str, backward: bool, graph: bool) -> Row:
+def measure(bench: Bench, case: Case, op: str, backward: bool, graph: bool) -> ExposedRow:
     """The three times of a pass, and what they say of the communication."""
     calls = [case.call(name, backward) for name in (WITH, WITHOUT, LEFT_OUT)]
     ours, without, left_out = bench.times(calls, graph)
     exposed, exposed_without = ours - left_out, without - left_out
-    return Row(
+    return ExposedRow(
         op, case.layout.name, case.rows, WITHOUT, ours, without, without / ours, graph,
-        left_out, exposed, exposed_without, 1 - exposed / exposed_without,
+        left_out_us=left_out, exposed_us=exposed, exposed_without_us=exposed_without,
+        reduction=1 - exposed / exposed_without,
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@
     cp      K and V of all rows gathered; gradients of weights summed while the backward goes on
 
 The library adds, in its own order: this is what determinism is priced against. The weights of a
-rank are those of `parallel/shard.py`; rows are cut evenly, which the library
-needs, after a few more where they cannot be.
+rank are those of `parallel/shard.py`; rows are cut evenly, which the library needs, after a few
+more where they cannot be.
 """
 
 from __future__ import annotations

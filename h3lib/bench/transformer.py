@@ -17,20 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3lib.contract import PUBLISHED, ModelSize, PeerError, model_size
+from h3lib.bench.start import start_ranks
+from h3lib.contract import PUBLISHED, ModelSize, model_size
+from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.model.inputs import model_inputs, output_gradients, rank_weights
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.transformer import BLOCK_INPUTS, NOTHING, Transformer
 from h3lib.model.weights import SyntheticWeights
-from h3lib.parallel.launch import run_ranks
 from h3lib.parallel.shard import SeqShard
 from h3lib.provenance import gpu_environment
 
@@ -164,7 +164,12 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
 
 
 def write_report(
-    out: Path, size: ModelSize, commit: str, rounds: int, found: dict[str, object], complete: bool
+    out: Path,
+    size: ModelSize,
+    commit: str | None,
+    rounds: int,
+    found: dict[str, object],
+    complete: bool,
 ) -> None:
     """One JSON; `complete` is its last key."""
     content = {
@@ -176,27 +181,21 @@ def write_report(
         **found,
         "complete": complete,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
 
 
-def start_ranks(options: argparse.Namespace) -> None:
+def start_layout(options: argparse.Namespace) -> None:
     """The same in a layout. **Raises:** PeerError if a rank fails."""
     given = {name: value for name, value in vars(options).items() if name != "out"}
     arguments = [str(options.out.resolve()), json.dumps(given)]
     ranks = Layout.parse(options.layout).num_ranks
-    with tempfile.TemporaryDirectory(prefix="h3lib-bench-") as folder:
-        log = Path(folder, "log")
-        module = "h3lib.bench.transformer_layout"
-        status = run_ranks(module, arguments, ranks, TIMEOUT_S, log, lambda: None)
-        if status:
-            tail = log.read_text(errors="replace")[-3000:]
-            raise PeerError("ranks of the benchmark", f"exit status {status}: {tail}", "0")
+    start_ranks("h3lib.bench.transformer_layout", arguments, ranks, TIMEOUT_S)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--commit", help="commit that is measured, if not this checkout's")
     parser.add_argument("--size", default="full")
     parser.add_argument("--rows", type=int, nargs="+", default=(264, 14910))
     parser.add_argument("--rounds", type=int, default=3)
@@ -204,7 +203,7 @@ def main() -> None:
     parser.add_argument("--layout", default="tp1", help="tp1, or one with a GPU for each rank")
     options = parser.parse_args()
     if Layout.parse(options.layout).num_ranks > 1:
-        start_ranks(options)
+        start_layout(options)
         return
     size = model_size(options.size)
 

@@ -124,7 +124,7 @@ def _results(case: Case, model: Transformer, backward: bool) -> dict[str, Tensor
 
 def rank_main(
     out: Path, layout: Layout, size: ModelSize, rows: Sequence[int], rounds: int, train: bool,
-    commit: str,
+    commit: str | None,
 ) -> None:  # fmt: skip
     """Every number of rows: forward, then forward + backward; rank 0 writes after each."""
     bench, lines = Bench(size, layout), []

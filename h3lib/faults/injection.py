@@ -8,7 +8,6 @@ left.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import queue
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from h3lib.contract import H3Error
 from h3lib.faults.catalogue import CAUSES, Injection, draw, well
 from h3lib.faults.world import Played, World
+from h3lib.files import write_json
 from h3lib.report import environment
 
 SLACK_S = 5.0  # beyond the timeout, for a survivor's error
@@ -256,5 +256,5 @@ def _write(
         "outcomes": [asdict(outcome) | {"passed": outcome.passed} for outcome in listed],
         "complete": left is not None,
     }
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out, content)
     return totals

@@ -152,8 +152,10 @@ class Rank:
         """The group that fails; `waited_s` counts from the last moment of the fault."""
         group, error, typed = None, "", True
         try:
-            group = Group(self.injection, "first", self._mark if self.is_victim else None)
-            self._work(group)
+            expands = self.is_victim and self.injection.fault == "expandable segments"
+            with expandable_segments() if expands else contextlib.nullcontext():
+                group = Group(self.injection, "first", self._mark if self.is_victim else None)
+                self._work(group)
         except H3Error as caught:
             error = str(caught)
         except Exception as caught:
@@ -290,7 +292,5 @@ def rank_main(there: dict[str, str], connection: Connection, folder: str) -> Non
         if injection.device == "cuda":
             taken = number if injection.spread else injection.number
             torch.cuda.set_device(taken % torch.cuda.device_count())
-        expandable = part == "first" and rank.is_victim and injection.fault == "expandable segments"
-        with expandable_segments() if expandable else contextlib.nullcontext():
-            connection.send(getattr(rank, part)())
+        connection.send(getattr(rank, part)())
     os._exit(0)

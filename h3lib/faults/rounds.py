@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from h3lib.contract import PeerError
+from h3lib.files import write_json
 from h3lib.parallel.collective import TreeCollective
 from h3lib.parallel.gloo import GlooWorld
 from h3lib.parallel.launch import die_with_launcher, run_ranks
@@ -74,7 +75,7 @@ def rank_main(count: int, device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    (folder / f"found-{rank}").write_text(json.dumps(play(count, device)))
+    write_json(folder / f"found-{rank}", play(count, device))
 
 
 def run_rounds(count: int, device: str, timeout_s: float = 600.0) -> list[dict[str, object]]:
@@ -122,7 +123,7 @@ def main() -> None:
         "complete": True,
     }
     if options.out:
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.out, content)
     print(f"{options.count} rounds, {options.device}: {content['leaks'] or 'nothing left'}")
 
 

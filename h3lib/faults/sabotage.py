@@ -45,7 +45,7 @@ def expandable_segments() -> Iterator[None]:
     torch.cuda.empty_cache()
     set_allocator("expandable_segments:True")
     try:
-        there = torch.empty(1 << 20, device="cuda")
+        there = torch.empty(1 << 24, device="cuda")  # more than any segment has to spare
         if not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
             raise RuntimeError(f"no expandable segment for {there.shape}")
         yield

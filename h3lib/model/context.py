@@ -25,6 +25,7 @@ from h3lib.parallel.collective import Observe
 from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import ColumnProduct, RowProduct
 from h3lib.parallel.shard import SeqShard, parameter_region
+from h3lib.parallel.transport import num_roots
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class BlockContext:
             if len(rows) == 1:
                 return self.unit_tree(*rows[0])
             a, lengths = parts[0][0], [len(r) for r in ranges]
-            roots = a.new_empty((1, sum(lengths), self.size.hidden_size), dtype=accumulator(a))
+            here = num_roots(self.shard.owner.feature_cuts(), self.shard.tp_rank)
+            shape = (here, sum(lengths), self.size.hidden_size)
+            roots = a.new_empty(shape, dtype=accumulator(a))
             for some, out in zip(rows, roots.split(lengths, dim=1), strict=True):
                 self.unit_tree(*some, out=out)
             return roots

@@ -123,6 +123,23 @@ def block_inputs(
     return BlockInputs(x, dout, time_embedding(size, source, packed.timestep), metadata)
 
 
+def block_results(
+    block: Block,
+    given: BlockInputs,
+    backward: bool = True,
+    step: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Tensor]:
+    """One forward and (if asked) backward of a block: "out", "dx", "dtemb", and the gradient of
+    each parameter by its name. `step` is called before each phase, "forward" and "backward"."""
+    step("forward")
+    out = block.forward(given.x, given.temb, given.rows)
+    if not backward:
+        return {"out": out}
+    step("backward")
+    found = block.backward(given.dout)
+    return {"out": out, "dx": found.dx, "dtemb": found.dtemb, **found.parameters}
+
+
 def trace_block(
     size: ModelSize,
     source: WeightSource,
@@ -133,16 +150,9 @@ def trace_block(
     backward: bool = True,
     step: Callable[[str], None] = lambda phase: None,
 ) -> list[Record]:
-    """Run block 0 on one rank, forward and (if asked) backward, and return every named value.
-
-    `step` is called before each phase, "forward" and "backward".
-    """
+    """Every named value of block 0 on one rank; `backward` and `step` as `block_results`."""
     trace = Trace()
-    inputs = block_inputs(size, source, packed, shard, seed)
+    given = block_inputs(size, source, packed, shard, seed)
     block = Block(size, shard, block_weights(size, source, shard), backend, trace)
-    step("forward")
-    block.forward(inputs.x, inputs.temb, inputs.rows)
-    if backward:
-        step("backward")
-        block.backward(inputs.dout)
+    block_results(block, given, backward, step)
     return trace.records

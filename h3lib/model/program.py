@@ -15,9 +15,10 @@ from torch import Tensor
 
 from h3lib.contract import LayoutError, ModelSize
 from h3lib.layout import Layout, whole
-from h3lib.model.block import Block, block_values
+from h3lib.model.block import Block, block_parameters, block_values
 from h3lib.model.inputs import (
     block_inputs,
+    block_results,
     block_weights,
     model_inputs,
     output_gradients,
@@ -26,7 +27,13 @@ from h3lib.model.inputs import (
 )
 from h3lib.model.packing import Packed
 from h3lib.model.trace import GRADIENT, NODE, OUTPUT, Key, ModelTrace, Record
-from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS, Transformer, model_values
+from h3lib.model.transformer import (
+    ACTIVATIONS,
+    BLOCK_INPUTS,
+    ModelGradients,
+    Transformer,
+    model_values,
+)
 from h3lib.model.weights import WeightSource, parameters
 from h3lib.parallel.shard import SeqShard, parameter_region
 
@@ -85,15 +92,7 @@ class BlockProgram(Program):
     def untraced(self, shard: SeqShard) -> list[Record]:
         given = block_inputs(self.size, self.source, self.packed, shard, self.seed)
         block = Block(self.size, shard, block_weights(self.size, self.source, shard), self.backend)
-        out = block.forward(given.x, given.temb, given.rows)
-        found = block.backward(given.dout)
-        rows = ((shard.slice_rows,), (range(self.size.hidden_size),))
-        return [
-            Record("out", OUTPUT, out, rows),
-            Record("dx", GRADIENT, found.dx, rows),
-            Record("dtemb", GRADIENT, found.dtemb, whole(tuple(found.dtemb.shape))),
-            *_gradients(found.parameters, block.ctx.shapes, shard),
-        ]
+        return block_records(block_results(block, given), self.size, shard)
 
     def values(self) -> dict[Key, tuple[int, ...]]:
         return block_values(self.size, self.packed.num_rows, len(self.packed.timestep))
@@ -125,28 +124,35 @@ class ModelProgram(Program):
 
     def records(self, shard: SeqShard, backward: bool = True, step: Step = no_step) -> list[Record]:
         trace = ModelTrace()
-        inputs = model_inputs(self.size, self.packed, self.seed)
-        weights = rank_weights(self.size, self.source, shard)
-        model = Transformer(self.size, shard, weights, self.backend, trace)
-        step("forward")
-        model.forward(inputs, BLOCK_INPUTS if self.recompute else ACTIVATIONS)
-        if backward:
-            step("backward")
-            model.backward(*output_gradients(inputs, self.seed))
+        self._run(shard, trace, backward, step)
         return trace.records
 
     def untraced(self, shard: SeqShard) -> list[Record]:
-        inputs = model_inputs(self.size, self.packed, self.seed)
-        weights = rank_weights(self.size, self.source, shard)
-        model = Transformer(self.size, shard, weights, self.backend)
-        out = model.forward(inputs, BLOCK_INPUTS if self.recompute else ACTIVATIONS)
-        found = model.backward(*output_gradients(inputs, self.seed))
+        out, found = self._run(shard)
         return [
             *(Record(name, OUTPUT, v, whole(tuple(v.shape))) for name, v in out.items()),
             *(Record(f"d.{name}", GRADIENT, v, whole(tuple(v.shape)))
               for name, v in found.inputs.items()),
             *_gradients(found.parameters, parameters(self.size), shard),
         ]  # fmt: skip
+
+    def _run(
+        self,
+        shard: SeqShard,
+        trace: ModelTrace | None = None,
+        backward: bool = True,
+        step: Step = no_step,
+    ) -> tuple[dict[str, Tensor], ModelGradients | None]:
+        """Velocities and (if asked) gradients of one rank."""
+        inputs = model_inputs(self.size, self.packed, self.seed)
+        weights = rank_weights(self.size, self.source, shard)
+        model = Transformer(self.size, shard, weights, self.backend, trace)
+        step("forward")
+        out = model.forward(inputs, BLOCK_INPUTS if self.recompute else ACTIVATIONS)
+        if not backward:
+            return out, None
+        step("backward")
+        return out, model.backward(*output_gradients(inputs, self.seed))
 
     def values(self) -> dict[Key, tuple[int, ...]]:
         return dict(model_values(self.size, self.packed))
@@ -166,6 +172,18 @@ class ModelProgram(Program):
             packed.position_ids, packed.token_tags, packed.timestep, packed.timestep_indices,
         )  # fmt: skip
         return weights, iter(tensors)
+
+
+def block_records(found: dict[str, Tensor], size: ModelSize, shard: SeqShard) -> list[Record]:
+    """Records of what `block_results` gave on one rank."""
+    found, rows = dict(found), ((shard.slice_rows,), (range(size.hidden_size),))
+    dtemb = found.pop("dtemb")
+    return [
+        Record("out", OUTPUT, found.pop("out"), rows),
+        Record("dx", GRADIENT, found.pop("dx"), rows),
+        Record("dtemb", GRADIENT, dtemb, whole(tuple(dtemb.shape))),
+        *_gradients(found, block_parameters(size), shard),
+    ]
 
 
 def _gradients(

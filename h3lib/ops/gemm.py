@@ -11,6 +11,8 @@ rounded, then added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,14 @@ def chain(a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
         else:
             into.add_(torch.mul(a_k, b_k, out=product))
     return into
+
+
+def check_roots(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`out`, which roots `[R, T, N]` can be made in, each contiguous. **Raises:** OperandError."""
+    check_shape("out", out, *shape)
+    for root in out:
+        check_out(root, shape[1:], dtype)
+    return out
 
 
 def _made(result: Tensor, out: Tensor | None) -> Tensor:
@@ -128,7 +138,8 @@ def unit_tree_roots(
             total = chain(a[:, block], b[block], into=total)
         return total
 
-    return _made(partial_roots(leaf, units, num_units), out)
+    roots = partial_roots(leaf, units, num_units)
+    return roots if out is None else check_roots(out, roots.shape, roots.dtype).copy_(roots)
 
 
 @op

@@ -122,14 +122,24 @@ class GlooWorld:
             if _is_memory(error):
                 raise self.fail_here(what, *_NO_MEMORY) from error
             cause = str(error).splitlines()[0]
-            verdict = self._verdicts.settle(what, ranks, entered, cause)
-            raise self.fail(verdict) from error
+            raise self.settle(what, ranks, entered, cause) from error
 
     def fail(self, error: PeerError) -> PeerError:
         """Refuse further use because of `error`; the error that all ranks settle on."""
         if self.error is None:
             self.error = self._verdicts.publish(error)
         return self.error
+
+    def settle(
+        self,
+        what: str,
+        ranks: list[int],
+        entered: float,
+        cause: str,
+        missing: list[int] | None = None,
+    ) -> PeerError:
+        """The same, when some rank of the collective is to blame (`Verdicts.settle`)."""
+        return self.fail(self._verdicts.settle(what, ranks, entered, cause, missing))
 
     def fail_here(self, what: str, received: str, accepted: str) -> PeerError:
         """The same, because of what this rank alone could not do in `what`."""

@@ -80,10 +80,17 @@ def take_gpus(world: GlooWorld, on_gpu: bool) -> list[str]:
 class Levels:
     """Opens the level of a group, each once; `close` closes what it opened, and the world.
 
-    `gpus` are the UUIDs of all ranks' GPUs, empty on CPUs."""
+    `gpus` are the UUIDs of all ranks' GPUs, empty on CPUs; `checked` as `PeerTree`."""
 
-    def __init__(self, world: GlooWorld, transports: dict[Group, str], gpus: list[str]):
+    def __init__(
+        self,
+        world: GlooWorld,
+        transports: dict[Group, str],
+        gpus: list[str],
+        checked: bool = True,
+    ):
         self.world, self.transports, self.gpus = world, transports, gpus
+        self.checked = checked
         self.opened: dict[Group, Level] = {}
 
     def __call__(self, group: Group, rank: int) -> Level:
@@ -101,7 +108,7 @@ class Levels:
             return control
         from h3lib.parallel.peer import PeerTree  # needs Triton, which Gloo does not
 
-        return PeerTree(control)
+        return PeerTree(control, checked=self.checked)
 
     def used(self) -> list[str]:
         """The transports of the groups that were opened, for the report."""

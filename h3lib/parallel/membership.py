@@ -5,10 +5,12 @@ verdict:
 
 1. a verdict that a peer has published in the store is adopted;
 2. else a process of this host that has ended, or is stopped, is named;
-3. else every rank says again and again how long ago it entered the collective that failed, and
-   how long ago it saw the failure, by its own monotonic clock; after the timeout and a grace, the
-   rank that has said nothing, entered last, or was the last to see the failure, since it was away
-   inside the collective, was late. Clocks of different hosts are never compared.
+3. else every rank says again and again how long ago it entered the collective that failed, how
+   long ago it saw the failure, by its own monotonic clock, and for whom it waited. After the
+   timeout and a grace, the nearest rank that says nothing was late: one that was waited for, or
+   for which such a rank waits in its turn. If all say something, it is the one that entered last,
+   or was the last to see the failure, since it was away inside the collective. Clocks of different
+   hosts are never compared.
 
 The first verdict that reaches the store is the one (compare and set), so every survivor raises the
 same error.
@@ -108,20 +110,31 @@ class Verdicts:
         except RuntimeError:
             return False
 
-    def settle(self, what: str, ranks: list[int], entered: float, cause: str) -> PeerError:
+    def settle(
+        self,
+        what: str,
+        ranks: list[int],
+        entered: float,
+        cause: str,
+        missing: list[int] | None = None,
+    ) -> PeerError:
         """The verdict on a collective of `ranks` that failed here; `entered` is of this process's
-        `time.monotonic`."""
-        deadline, failed = entered + self.timeout_s + GRACE_S, time.monotonic()
+        `time.monotonic`. `missing` are those that had not come when the timeout was over, if that
+        is known."""
+        failed = time.monotonic()
+        deadline = (failed if missing else entered + self.timeout_s) + GRACE_S
+        awaited = [rank for rank in missing or ranks if rank != self.rank]
         try:
             while True:
                 now = time.monotonic()
-                self.store.set(f"ages/{self.rank}", f"{now - entered} {now - failed}")
+                said = json.dumps([now - entered, now - failed, awaited])
+                self.store.set(f"failed/{self.rank}", said)
                 if self.published():
                     return _parse(self.store.get("verdict").decode())
                 if (fault := self._fault()) is not None:
                     return self.publish(self._error(what, *fault))
                 if time.monotonic() > deadline:
-                    return self.publish(self._late(what, ranks, cause))
+                    return self.publish(self._late(what, cause, missing or []))
                 time.sleep(_POLL_S)
         except RuntimeError:
             fault = self._fault()
@@ -133,20 +146,23 @@ class Verdicts:
                 return rank, fault
         return None
 
-    def _late(self, what: str, ranks: list[int], cause: str) -> PeerError:
+    def _late(self, what: str, cause: str, missing: list[int]) -> PeerError:
         """Ages were said within one poll of now, so their differences are those of the moments."""
-        keys = {rank: f"ages/{rank}" for rank in ranks}
-        silent = [rank for rank, key in keys.items() if not self.store.check([key])]
-        if silent:
-            return self._error(what, silent[0], "late: it did not come")
-        ages = {rank: self.store.get(key).split() for rank, key in keys.items()}
+        ages: dict[int, list[float]] = {}
+        asked = [self.rank]
+        for rank in asked:  # grows by those for whom a rank waited: the nearest first
+            if rank in ages:
+                continue
+            if not self.store.check([f"failed/{rank}"]):
+                return self._error(what, rank, "late: it did not come")
+            *ages[rank], awaited = json.loads(self.store.get(f"failed/{rank}"))
+            asked += awaited
         for since in range(2):  # the entry, the failure
-            by_rank = {rank: float(said[since]) for rank, said in ages.items()}
-            last = min(by_rank, key=by_rank.get)
-            delay = max(by_rank.values()) - by_rank[last]
+            last = min(ages, key=lambda rank, since=since: ages[rank][since])
+            delay = max(said[since] for said in ages.values()) - ages[last][since]
             if delay > _SPREAD_S:
                 return self._error(what, last, f"late by {delay:.1f} s")
-        return self._unknown(what, cause)
+        return self._error(what, missing[0], "late") if missing else self._unknown(what, cause)
 
     def _error(self, what: str, rank: int, fault: str) -> PeerError:
         return PeerError(f"rank {rank} in {what}", fault, f"an answer in {self.timeout_s:g} s")

@@ -116,37 +116,52 @@ def reduce_product(
 
     **Order:**, **Rounds:**, **Raises:** as `all_reduce` and `reduce_scatter_rows` of its roots.
     """
-    weights = chunks.weights(product, collective)
-    every = [range(product.num_rows)]
-    slices = every if row_cuts is None else [range(*pair) for pair in pairwise(row_cuts)]
+    weights, every = chunks.weights(product, collective), range(product.num_rows)
+    if len(weights) == 1:
+        roots = product.make([every])
+        return _reduce(collective, roots, leaf_cuts, dtype, row_cuts, observe, None)
+    slices = [every] if row_cuts is None else [range(*pair) for pair in pairwise(row_cuts)]
     own = 0 if row_cuts is None else collective.rank
     pieces = list(zip(*(chunks.cut(rows, weights) for rows in slices), strict=True))
     results: list[Later] = []
     out = None
     for ranges in pieces:
-        lengths = [len(rows) for rows in ranges]
         roots = product.make(ranges)
-        shift = (ranges[own].start - sum(lengths[:own])) * product.width
-        options = {"observe": _shifted(observe, shift)}
-        if len(pieces) > 1:
-            if out is None:
-                out = roots.new_empty((len(slices[own]), product.width), dtype=dtype)
-            first = ranges[own].start - slices[own].start
-            options["out"] = out[first : first + lengths[own]]
-        if row_cuts is None:
-            run = partial(collective.all_reduce, roots, leaf_cuts, dtype, **options)
-        else:
-            cuts = [0, *accumulate(lengths)]
-            run = partial(
-                collective.reduce_scatter_rows, roots, leaf_cuts, cuts, dtype, **options
-            )
+        if out is None:
+            out = roots.new_empty((len(slices[own]), product.width), dtype=dtype)
+        cuts = [0, *accumulate(map(len, ranges))]
+        shift = (ranges[own].start - cuts[own]) * product.width
+        first = ranges[own].start - slices[own].start
+        run = partial(
+            _reduce, collective, roots, leaf_cuts, dtype, cuts if row_cuts is not None else None,
+            _shifted(observe, shift), out[first : first + len(ranges[own])],
+        )  # fmt: skip
         if ranges is pieces[-1]:  # nothing is left to run beside it
-            last = run()
+            run()
         else:
-            results.append(collective.later(run, roots.nbytes))
+            results.append(collective.later(run, one_root(roots)))
     for result in results:
         result.value()
-    return last if out is None else out
+    return out
+
+
+def _reduce(
+    collective: Collective,
+    roots: Tensor,
+    leaf_cuts: Cuts,
+    dtype: torch.dtype,
+    row_cuts: Cuts | None,
+    observe: Observe | None,
+    out: Tensor | None,
+) -> Tensor:
+    if row_cuts is None:
+        return collective.all_reduce(roots, leaf_cuts, dtype, observe, out)
+    return collective.reduce_scatter_rows(roots, leaf_cuts, row_cuts, dtype, observe, out)
+
+
+def one_root(roots: Tensor) -> int:
+    """Bytes of one of the roots: a rank may have more than another."""
+    return roots.shape[1:].numel() * roots.element_size()
 
 
 def _shifted(observe: Observe | None, by: int) -> Observe | None:
@@ -168,8 +183,9 @@ def gather_products(
     if not chunks.split(row_cuts[-1] - row_cuts[0], x.shape[1], collective):
         whole = collective.all_gather_rows(x, row_cuts)
         return whole, [product.make(whole, None) for product in products]
-    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts), x.nbytes)
     first, *_, last = row_cuts
+    num_bytes = (last - first) * x.shape[1] * x.element_size()
+    coming = collective.later(partial(collective.all_gather_rows, x, row_cuts), num_bytes)
     own = range(row_cuts[collective.rank] - first, row_cuts[collective.rank + 1] - first)
     results = [x.new_empty(last - first, product.width) for product in products]
 

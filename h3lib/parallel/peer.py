@@ -36,7 +36,7 @@ from h3lib.parallel.peer_lane import LANE_BYTES, LANE_CHANNELS, Lane
 from h3lib.parallel.peer_memory import CudaDriver, Driver
 from h3lib.parallel.peer_plan import Shape, Work, roots_of_ranks, tree_programs
 from h3lib.parallel.peer_steps import PeerSteps, capturing
-from h3lib.parallel.peer_sync import DISAGREES, MAX_PEERS, MISSING
+from h3lib.parallel.peer_sync import MAX_PEERS, MISSING
 from h3lib.parallel.transport import (
     Call,
     Cuts,
@@ -193,6 +193,8 @@ class PeerTree(Level):
             own = [stop - start for start, stop in parts[self.rank]]
             shape = len(work.programs), sum(own)
             found = flat.new_empty(shape, dtype=dtype) if out is None else out.view(shape)
+            if not work.programs:  # a node without leaves, as every rank of it knows
+                return found
             for k in range(max(map(len, parts))):
                 slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
                 step = replace(work, slices=slices)
@@ -236,7 +238,7 @@ class PeerTree(Level):
 
     def _named(self, call: Call, work: Work) -> int:
         """The digest of a call, by which its name is found again if it fails."""
-        digest = _digest(call, work)
+        digest = _digest(call, work, self._open_steps().channels)
         self._calls[digest] = call
         return digest
 
@@ -278,12 +280,16 @@ class PeerTree(Level):
         return tensor.reshape(-1).contiguous()  # one column of a matrix is a view with a stride
 
     def _check(self, steps: PeerSteps, call: Call) -> None:
+        entered = time.monotonic()
         try:
             self._watch(steps)
             kind, named = steps.status
         except RuntimeError as error:  # of CUDA: this rank is the one that failed
             cause = str(error).splitlines()[0]
             raise self.world.fail_here(call.name, cause, "no CUDA error") from error
+        if kind == MISSING.value:
+            missing = [self.control.ranks[place] for place in named]
+            raise self.world.settle(call.name, self.control.ranks, entered, "no answer", missing)
         if kind:
             raise self.world.fail(self._failure(steps, call, kind, named))
 
@@ -311,21 +317,17 @@ class PeerTree(Level):
         failed is the one whose digest was announced last."""
         if kind == _TOLD:
             return PeerError(f"peers in {call.name}", "a failure", "an answer")
+        try:
+            mine = self._calls.get(steps.announced, call)
+            check_calls(self.control.gather_objects(mine), self.control.ranks)
+        except PeerError as error:
+            return error
         ranks = [self.control.ranks[place] for place in named]
-        if kind == DISAGREES.value:
-            try:
-                mine = self._calls.get(steps.announced, call)
-                check_calls(self.control.gather_objects(mine), self.control.ranks)
-            except PeerError as error:
-                return error
-            return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
-        fault = self.world.members.fault(ranks[0]) or "late: it did not come"
-        accepted = f"an answer in {self.timeout_s:g} s"
-        return PeerError(f"rank {ranks[0]} in {call.name}", fault, accepted)
+        return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
 
 
 @functools.lru_cache(4096)
-def _digest(call: Call, work: Work) -> int:
+def _digest(call: Call, work: Work, channels: int) -> int:
     """62 bits of a call and its launch, with bit 62 set: always a 64-bit argument, never 0."""
-    digest = hashlib.sha256(repr((call, work)).encode()).digest()
+    digest = hashlib.sha256(repr((call, work, channels)).encode()).digest()
     return int.from_bytes(digest[:8], "little") & ((1 << 62) - 1) | 1 << 62

@@ -19,7 +19,7 @@ from h3lib.ops.backend import BESIDE
 from h3lib.parallel.later import Later
 from h3lib.parallel.overlap import LINK_BYTES, PRODUCT_FLOPS
 
-LANE_BYTES = 4 << 20  # of an operand: less is over before a second stream has begun
+LANE_BYTES = 8 << 20  # of all rows, or of one root: less is over before a stream has begun
 LANE_MULTIPROCESSORS = 16
 LANE_CHANNELS = 32  # two programs of a collective fit on a multiprocessor
 FLOPS_A_BYTE = PRODUCT_FLOPS / LINK_BYTES

@@ -52,10 +52,10 @@ def now_ns(lane):
 
 
 @triton.jit
-def store_release(address, value, present):
-    """`value` to each present lane's `address`, after everything this thread has seen or done."""
+def store(address, value, present, HOW: tl.constexpr):
+    """`value` to each present lane's `address`; HOW is PTX's order and scope."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.release.sys.global.u64 [$1], $2; "
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st." + HOW + ".global.u64 [$1], $2; "
         "mov.u32 $0, 0; }",
         "=r,l,l,r",
         [address, value, present.to(tl.int32)],
@@ -63,48 +63,44 @@ def store_release(address, value, present):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def load(address, present, absent, HOW: tl.constexpr):
+    """What each present lane's `address` holds, else `absent`; HOW is PTX's order and scope."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, $3; "
+        "@p ld." + HOW + ".global.u64 $0, [$1]; }",
+        "=&l,l,r,l",
+        [address, present.to(tl.int32), absent],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_release(address, value, present):
+    """A store after everything this thread has seen or done."""
+    store(address, value, present, "release.sys")
 
 
 @triton.jit
 def store_relaxed(address, value, present):
-    """`value` to each present lane's `address`, visible to the system, in no order."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.u64 [$1], $2; "
-        "mov.u32 $0, 0; }",
-        "=r,l,l,r",
-        [address, value, present.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    """A store visible to the system, in no order."""
+    store(address, value, present, "relaxed.sys")
 
 
 @triton.jit
 def load_acquire(address, present, absent):
-    """What each present lane's `address` holds, before everything that follows; else `absent`."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, $3; "
-        "@p ld.acquire.sys.global.u64 $0, [$1]; }",
-        "=&l,l,r,l",
-        [address, present.to(tl.int32), absent],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
-    )
+    """A load before everything that follows."""
+    return load(address, present, absent, "acquire.sys")
 
 
 @triton.jit
 def load_relaxed(address, present, absent):
-    """What each present lane's `address` holds, in no order; else `absent`."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, $3; "
-        "@p ld.relaxed.sys.global.u64 $0, [$1]; }",
-        "=&l,l,r,l",
-        [address, present.to(tl.int32), absent],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
-    )
+    """A load in no order."""
+    return load(address, present, absent, "relaxed.sys")
 
 
 @triton.jit

@@ -18,7 +18,13 @@ from h3lib.layout import Layout, Ownership, Region, whole
 from h3lib.parallel.collective import Collective, Observe
 from h3lib.parallel.later import Later
 from h3lib.parallel.mesh import Mesh, local_mesh
-from h3lib.parallel.overlap import ColumnProduct, RowProduct, gather_products, reduce_product
+from h3lib.parallel.overlap import (
+    ColumnProduct,
+    RowProduct,
+    gather_products,
+    one_root,
+    reduce_product,
+)
 from h3lib.rows import LogicalRows
 
 REPLICATED, COLUMN, ROW = "replicated", "column-parallel", "row-parallel"
@@ -162,10 +168,11 @@ class SeqShard:
         if self.owner.layout.cp == 1:
             return Later(x)
         cp, cuts = self.mesh.cp, self.owner.shard_row_cuts()
-        return self._later(cp, lambda: cp.all_gather_rows(x, cuts), x)
+        row_bytes = x.shape[1:].numel() * x.element_size()
+        return self._later(cp, lambda: cp.all_gather_rows(x, cuts), cuts[-1] * row_bytes)
 
-    def _later(self, axis: Collective, run: Callable[[], Tensor], operand: Tensor) -> Later:
-        return axis.later(run, operand.nbytes) if self.mesh.chunks.beside else Later(run())
+    def _later(self, axis: Collective, run: Callable[[], Tensor], num_bytes: int) -> Later:
+        return axis.later(run, num_bytes) if self.mesh.chunks.beside else Later(run())
 
     def sum_feature_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
@@ -179,14 +186,16 @@ class SeqShard:
         """The unit tree over sequence units, roots `[R, ...]` to `[...]` on every CP rank, beside
         what follows until the value is asked for."""
         cp, cuts = self.mesh.cp, self.owner.sequence_cuts()
-        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe), roots)
+        num_bytes = one_root(roots)
+        return self._later(cp, lambda: cp.all_reduce(roots, cuts, dtype, observe), num_bytes)
 
     def sum_row_units(
         self, roots: Tensor, dtype: torch.dtype, observe: Observe | None = None
     ) -> Later:
         """The tree over the 64 row units, roots `[R, ...]` to `[...]` on every rank, as before."""
         rows, cuts = self.mesh.rows, self.owner.row_unit_cuts()
-        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe), roots)
+        num_bytes = one_root(roots)
+        return self._later(rows, lambda: rows.all_reduce(roots, cuts, dtype, observe), num_bytes)
 
     def feature_range(self, width: int) -> range:
         """This rank's part of a feature axis of global `width`."""

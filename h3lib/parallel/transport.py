@@ -37,7 +37,8 @@ class Level(abc.ABC):
 
     def later(self, run: Callable[[], Tensor], num_bytes: int) -> Later:
         """`run`, which calls collectives of this level, beside what follows if the level can and
-        `num_bytes` are worth it; other collectives of the level come after it, as ever."""
+        `num_bytes`, the same on every rank, are worth it; other collectives of the level come
+        after it, as ever."""
         return Later(run())
 
     def slices(self, num_elements: int, num_roots: int) -> list[Slice]:
@@ -81,7 +82,6 @@ class Level(abc.ABC):
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
-
 
     def finish_all(
         self,

@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from h3lib.bench import interference
-from h3lib.bench.interference import NCCL, OURS, limited, relate
-from h3lib.parallel import peer_steps
-
-
-def test_a_limit_of_programs_holds_inside_and_is_undone_after_an_error():
-    before = peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS
-    with limited(None):
-        assert (peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS) == before
-    with pytest.raises(KeyError), limited(8):
-        assert peer_steps.MAX_PROGRAMS == peer_steps.STAGE_PROGRAMS == 8
-        raise KeyError
-    assert (peer_steps.MAX_PROGRAMS, peer_steps.STAGE_PROGRAMS) == before
+from h3lib.bench.interference import NCCL, OURS, relate
 
 
 def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch):
@@ -34,7 +23,7 @@ def test_a_launch_is_on_no_more_multiprocessors_than_it_has_programs(monkeypatch
 
 def test_slowdowns_are_over_the_default_alone_and_losses_over_those_beside_nccl():
     same = {"product": "one wave", "product_way": "cuBLAS", "collective": "all_reduce",
-            "product_alone_us": 100.0, "high_priority": False}  # fmt: skip
+            "product_alone_us": 100.0, "left_free": 0, "high_priority": False}  # fmt: skip
 
     def line(way, programs, product, alone, beside):
         return {**same, "collective_way": way, "programs": programs, "product_beside_us": product,
@@ -46,6 +35,9 @@ def test_slowdowns_are_over_the_default_alone_and_losses_over_those_beside_nccl(
     assert [x["of_nccl"] for x in lines] == [1, pytest.approx(0.25), pytest.approx(0.125)]
     assert [x["collective_slowdown"] for x in lines] == [1.5, 1.5, 2.0]
     assert lines[2]["gain"] == pytest.approx(1 / 1.05 + 1 / 2)
+    lines.append({**lines[1], "left_free": 16, "product_alone_us": 120.0})
+    relate(lines)
+    assert lines[3]["product_slowdown"] == pytest.approx(1.1), "over all multiprocessors"
     lines[0]["product_beside_us"] = 100.0
     relate(lines)
     assert {x["of_nccl"] for x in lines} == {None}

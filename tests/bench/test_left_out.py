@@ -34,7 +34,7 @@ def _results(layout: Layout, rank: int, connect) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_rank_alone_has_the_shapes_of_the_rank_in_its_layout(name, overlaps, monkeypatch):
-    monkeypatch.setattr("h3lib.parallel.overlap.MIN_CHUNK_BYTES", 1 << 10)  # tiny has few bytes
+    monkeypatch.setattr("h3lib.parallel.overlap.MIN_CHUNK", 1 << 10)  # elements; tiny has few
     layout = Layout.parse(name)
     rank = layout.num_ranks - 1
 

@@ -27,13 +27,15 @@ class Running:
         return "ended" if rank in self.gone else "stopped" if rank in self.stopped else None
 
 
-def settle(ages: dict[int, float]) -> list[PeerError]:
-    """The verdict of every rank that noticed; a rank has been in the collective for its age."""
+def settle(ages: dict[int, float], groups=None, missing=None) -> list[str]:
+    """The verdict of every rank that noticed; a rank has been in its collective for its age."""
     store, found = dist.HashStore(), {}
 
     def rank_main(rank: int, age: float) -> None:
         verdicts = Verdicts(store, Running(), rank, timeout_s=1.0)
-        found[rank] = verdicts.settle("a call", [0, 1, 2], time.monotonic() - age, "a timeout")
+        ranks, entered = (groups or {}).get(rank, [0, 1, 2]), time.monotonic() - age
+        awaited = (missing or {}).get(rank)
+        found[rank] = verdicts.settle("a call", ranks, entered, "a timeout", awaited)
 
     threads = [threading.Thread(target=rank_main, args=item) for item in ages.items()]
     for thread in threads:
@@ -64,6 +66,19 @@ def test_a_rank_that_says_nothing_did_not_come():
 def test_ranks_that_entered_together_blame_nobody():
     errors = settle({0: 2.5, 1: 2.4, 2: 2.3})
     assert len(set(errors)) == 1 and "received 'a timeout'" in errors[0]
+
+
+def test_a_rank_that_waits_itself_is_not_the_one_that_is_late():
+    """Two levels: rank 2 waits for 3 inside its node, 3 and 0 for rank 1, which says nothing."""
+    groups = {0: [0, 1], 2: [2, 3], 3: [1, 3]}
+    errors = settle({0: 2.3, 2: 2.5, 3: 2.4}, groups, {0: [1], 2: [3]})
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("rank 1 in a call: received 'late: it did not come'")
+
+
+def test_who_had_not_come_at_the_timeout_was_late_even_if_it_says_the_same_now():
+    errors = settle({0: 2.5, 2: 2.4}, {0: [0, 2], 2: [0, 2]}, {0: [2], 2: [2]})
+    assert len(set(errors)) == 1 and errors[0].startswith("rank 2 in a call: received 'late'")
 
 
 class Driver:

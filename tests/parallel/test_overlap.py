@@ -1,7 +1,11 @@
 """Products in chunks beside their collectives: where rows are cut, and that nothing is early."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from block_support import play as play_block
+from block_support import red
 from hypothesis import given
 from hypothesis import strategies as st
 from support import assert_same_bytes, normal, tree_of
@@ -122,6 +126,28 @@ def test_products_of_gathered_rows_wait_for_them():
         return True
 
     assert all(play(main))
+
+
+@pytest.mark.parametrize("layout", ("cp3", "cp7", "tp2-cp3-sp", "tp4-cp2-sp"))
+@pytest.mark.parametrize("num_rows", (7, 264))
+def test_every_rank_gives_the_same_sizes_to_a_level(layout, num_rows, monkeypatch):
+    """Whether a collective goes beside others must not depend on how much a rank owns."""
+    asked: dict[int, dict[int, list[int]]] = {}
+
+    def later(self, run, num_bytes: int) -> Later:
+        ranks = asked.setdefault(id(self.group), {})
+        ranks.setdefault(self.rank, []).append(num_bytes)
+        return Later(run())
+
+    monkeypatch.setattr(ThreadTransport, "later", later)
+
+    def change(shard, world):
+        return replace(shard, mesh=replace(shard.mesh, chunks=Chunks(5)))
+
+    assert red(play_block(layout, num_rows, change=change)) == set()
+    assert asked
+    for ranks in asked.values():
+        assert len({tuple(sizes) for sizes in ranks.values()}) == 1
 
 
 class Overlapping:

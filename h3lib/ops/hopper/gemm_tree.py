@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from h3lib.contract import OperandError, subtree_roots
-from h3lib.ops.backend import check_operands, check_out, check_shape
-from h3lib.ops.gemm import unit_tree_product, unit_tree_roots
+from h3lib.ops.backend import check_operands, check_shape
+from h3lib.ops.gemm import check_roots, unit_tree_product, unit_tree_roots
 from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
 from h3lib.ops.hopper.gemm_fp32 import chain_fp32
@@ -52,11 +52,14 @@ def unit_tree_roots_hopper(
     """
     rows, columns = _check(parts, units)
     roots = subtree_roots(units.start, units.stop, num_units)
-    if out is None:
-        out = parts[0][0].new_empty((len(roots), rows, columns), dtype=torch.float32)
-    check_out(out, (len(roots), rows, columns), torch.float32)
+    shape = (len(roots), rows, columns)
+    if out is not None:
+        check_roots(out, shape, torch.float32)
     if parts[0][0].dtype == torch.float32:
-        return out.copy_(_roots_fp32(parts, units, num_units))
+        found = _roots_fp32(parts, units, num_units)
+        return found if out is None else out.copy_(found)
+    if out is None:
+        out = parts[0][0].new_empty(shape, dtype=torch.float32)
     if out.numel():
         for index, root in enumerate(roots):
             _subtree(out[index], parts, units, root)

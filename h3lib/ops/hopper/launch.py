@@ -52,11 +52,12 @@ class Launch(NamedTuple):
 class Again:
     """A launch that is started again and again with other tensors of the same signature.
 
-    `operands` after the tensors stay; the form is looked up at the first start alone.
+    What follows the tensors stays, the tensors do not; the form is looked up at the first start.
     """
 
     def __init__(self, launch: Launch, num_tensors: int):
-        self.launch, self.rest, self.run = launch, launch.operands[num_tensors:], None
+        self.rest = launch.operands[num_tensors:]
+        self.launch, self.run = launch._replace(operands=()), None
 
     def start(self, *tensors: Tensor) -> None:
         if self.run is not None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h3lib.ops import adaln, swiglu
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch, kept_by_signature
 from h3lib.ops.hopper.rowwise_tiles import (
     OPTIONS,
     UNIT,
@@ -119,63 +119,92 @@ def gated_residual_forward_kernel(
 
 
 def elementwise_launch(
-    kernel: object, operands: dict[str, Tensor], out: tuple[Tensor, ...], *others: object
+    kernel: object, operands: dict[str, Tensor], out: tuple[Tensor | None, ...], *others: object
 ) -> Launch:
     """One pass of `kernel` over rows; `others` stand between `out` and the width."""
     rows, width = next(iter(operands.values())).shape
     strides = [row_stride(name, x) for name, x in operands.items()]
     arguments = (*operands.values(), *out, *others, width // UNIT, *strides, COLUMNS)
-    return Launch(kernel, arguments, OPTIONS, (rows, triton.cdiv(width, COLUMNS)))
+    return Launch(kernel, arguments, OPTIONS, (rows, -(-width // COLUMNS)))
+
+
+def table_launch(
+    kernel: object,
+    operands: dict[str, Tensor],
+    table_rows: Tensor,
+    num_table: int,
+    out: Tensor | None,
+) -> Launch:
+    """One pass of `kernel` over the rows of the first operand, each with its row of the table."""
+    return elementwise_launch(kernel, operands, (table_rows, out), num_table)
 
 
 @swiglu.swiglu_forward.register("triton")
 def swiglu_forward(value: Tensor, gate: Tensor) -> Tensor:
     """y = bf16(value bf16(SiLU(gate))); all `[T, F]` BF16. **Rounds:** SiLU(gate), the product."""
+    launch = _swiglu_launch(value, gate)
+    y = value.new_empty(value.shape)
+    if len(value):
+        launch.start(value, gate, y)
+    return y
+
+
+@kept_by_signature
+def _swiglu_launch(value: Tensor, gate: Tensor) -> Again:
     operands = {"value": value, "gate": gate}
     check_rows(BF16, **operands)
-    y = torch.empty(value.shape, dtype=BF16, device=value.device)
-    if len(value):
-        elementwise_launch(swiglu_forward_kernel, operands, (y,)).start()
-    return y
+    return Again(elementwise_launch(swiglu_forward_kernel, operands, (None,)), 3)
 
 
 @swiglu.swiglu_backward.register("triton")
 def swiglu_backward(dy: Tensor, value: Tensor, gate: Tensor) -> Tensor:
     """[dvalue, dgate] side by side `[T, 2 F]`; the rest `[T, F]`, all BF16; see the top."""
+    launch = _swiglu_backward_launch(dy, value, gate)
+    dhidden = dy.new_empty((len(dy), 2 * dy.shape[1]))
+    if len(dy):
+        launch.start(dy, value, gate, dhidden)
+    return dhidden
+
+
+@kept_by_signature
+def _swiglu_backward_launch(dy: Tensor, value: Tensor, gate: Tensor) -> Again:
     operands = {"dy": dy, "value": value, "gate": gate}
     check_rows(BF16, **operands)
-    dhidden = torch.empty((len(dy), 2 * dy.shape[1]), dtype=BF16, device=dy.device)
-    if len(dy):
-        elementwise_launch(swiglu_backward_kernel, operands, (dhidden,)).start()
-    return dhidden
+    return Again(elementwise_launch(swiglu_backward_kernel, operands, (None,)), 4)
 
 
 @adaln.modulate_forward.register("triton")
 def modulate_forward(h: Tensor, shift: Tensor, scale: Tensor, table_rows: Tensor) -> Tensor:
     """a = bf16(bf16(h bf16(1 + scale[row])) + shift[row]); h `[T, D]`, shift, scale `[G, D]`."""
+    launch = _modulate_launch(h, shift, scale, table_rows)
+    a = h.new_empty(h.shape)
+    if len(h):
+        launch.start(h, shift, scale, table_rows, a)
+    return a
+
+
+@kept_by_signature
+def _modulate_launch(h: Tensor, shift: Tensor, scale: Tensor, table_rows: Tensor) -> Again:
     check_rows(BF16, h=h)
     check_columns(h, table_rows, shift=shift, scale=scale)
-    a = torch.empty(h.shape, dtype=BF16, device=h.device)
-    if len(h):
-        operands = {"h": h, "shift": shift, "scale": scale}
-        table_launch(modulate_forward_kernel, operands, table_rows, len(scale), a).start()
-    return a
+    operands = {"h": h, "shift": shift, "scale": scale}
+    return Again(table_launch(modulate_forward_kernel, operands, table_rows, len(scale), None), 5)
 
 
 @adaln.gated_residual_forward.register("triton")
 def gated_residual_forward(x: Tensor, gate: Tensor, y: Tensor, table_rows: Tensor) -> Tensor:
     """x' = bf16(x + bf16(gate[row] y)); x, y `[T, D]`, gate `[G, D]`, all BF16."""
-    check_rows(BF16, x=x, y=y)
-    check_columns(x, table_rows, gate=gate)
-    out = torch.empty(x.shape, dtype=BF16, device=x.device)
+    launch = _gated_residual_launch(x, gate, y, table_rows)
+    out = x.new_empty(x.shape)
     if len(x):
-        operands = {"x": x, "gate": gate, "y": y}
-        table_launch(gated_residual_forward_kernel, operands, table_rows, len(gate), out).start()
+        launch.start(x, gate, y, table_rows, out)
     return out
 
 
-def table_launch(
-    kernel: object, operands: dict[str, Tensor], table_rows: Tensor, num_table: int, out: Tensor
-) -> Launch:
-    """One pass of `kernel` over the rows of the first operand, each with its row of the table."""
-    return elementwise_launch(kernel, operands, (table_rows, out), num_table)
+@kept_by_signature
+def _gated_residual_launch(x: Tensor, gate: Tensor, y: Tensor, table_rows: Tensor) -> Again:
+    check_rows(BF16, x=x, y=y)
+    check_columns(x, table_rows, gate=gate)
+    operands = {"x": x, "gate": gate, "y": y}
+    kernel = gated_residual_forward_kernel
+    return Again(table_launch(kernel, operands, table_rows, len(gate), None), 5)

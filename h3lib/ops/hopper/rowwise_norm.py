@@ -12,6 +12,8 @@ gives the eager op's bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from torch import Tensor
 from h3lib.contract import OperandError
 from h3lib.ops import norm, rope
 from h3lib.ops.hopper.compat import check_device
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch, kept_by_signature
 from h3lib.ops.hopper.rowwise import bf16
 from h3lib.ops.hopper.rowwise_tiles import OPTIONS, UNIT, row_stride
 
@@ -129,7 +131,7 @@ def _check_norm(w: Tensor, operands: dict[str, Tensor]) -> None:
 
 
 def norm_launch(
-    kernel: object, tensors: tuple[Tensor, ...], x: Tensor, scalar: float | bool
+    kernel: object, tensors: Sequence[Tensor | None], x: Tensor, scalar: float | bool
 ) -> Launch:
     """One pass over the rows of x, programs shaped by the width alone."""
     width = x.shape[-1]
@@ -137,7 +139,7 @@ def norm_launch(
     num_rows = x.numel() // width
     arguments = (*tensors, num_rows, scalar, width, columns, rows)
     options = OPTIONS | {"num_warps": warps, "maxnreg": MAX_REGISTERS}
-    return Launch(kernel, arguments, options, (triton.cdiv(num_rows, rows),))
+    return Launch(kernel, arguments, options, (-(-num_rows // rows),))
 
 
 @norm.rms_norm_forward.register("triton")
@@ -146,12 +148,17 @@ def rms_norm_forward(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     **Order:** a tree that depends on n alone. **Rounds:** y once. **Raises:** OperandError.
     """
-    _check_norm(w, {"x": x})
-    y = torch.empty_like(x)
-    r = torch.empty((*x.shape[:-1], 1), dtype=F32, device=x.device)
+    launch = _forward_launch(x, w, eps)
+    y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=F32)
     if x.numel():
-        norm_launch(rms_norm_forward_kernel, (x, w, y, r), x, eps).start()
+        launch.start(x, w, y, r)
     return y, r
+
+
+@kept_by_signature
+def _forward_launch(x: Tensor, w: Tensor, eps: float) -> Again:
+    _check_norm(w, {"x": x})
+    return Again(norm_launch(rms_norm_forward_kernel, [None] * 4, x, eps), 4)
 
 
 @norm.rms_norm_backward.register("triton")
@@ -163,18 +170,24 @@ def rms_norm_backward(
     **Order:** a tree that depends on n alone. **Rounds:** dx once, then the sum.
     **Raises:** OperandError.
     """
-    _check_norm(w, {"x": x, "dy": dy} | ({} if dx0 is None else {"dx0": dx0}))
-    if r.dtype != F32 or r.shape != (*x.shape[:-1], 1) or not r.is_contiguous():
-        raise OperandError("r", (r.dtype, tuple(r.shape)), (F32, (*x.shape[:-1], 1)))
+    launch = _backward_launch(dy, x, w, r, dx0)
     dx = torch.empty_like(x)
     if x.numel():
-        add = dx0 is not None
-        tensors = (dy, x, w, r, dx0 if add else x, dx)
-        norm_launch(rms_norm_backward_kernel, tensors, x, add).start()
+        launch.start(dy, x, w, r, x if dx0 is None else dx0, dx)
     return dx
 
 
-def rotary_launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, backward: bool) -> Launch:
+@kept_by_signature
+def _backward_launch(dy: Tensor, x: Tensor, w: Tensor, r: Tensor, dx0: Tensor | None) -> Again:
+    _check_norm(w, {"x": x, "dy": dy} | ({} if dx0 is None else {"dx0": dx0}))
+    if r.dtype != F32 or r.shape != (*x.shape[:-1], 1) or not r.is_contiguous():
+        raise OperandError("r", (r.dtype, tuple(r.shape)), (F32, (*x.shape[:-1], 1)))
+    return Again(norm_launch(rms_norm_backward_kernel, [None] * 6, x, dx0 is not None), 6)
+
+
+def rotary_launch(
+    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None, backward: bool
+) -> Launch:
     """One pass over `[T, N, H]`."""
     rows, heads, width = x.shape
     half = cos.shape[1]
@@ -193,10 +206,19 @@ def rotary_launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, backward: bo
         channels,
         HEADS_PER_PROGRAM,
     )
-    return Launch(rotary_kernel, arguments, OPTIONS, (rows, triton.cdiv(heads, HEADS_PER_PROGRAM)))
+    return Launch(rotary_kernel, arguments, OPTIONS, (rows, -(-heads // HEADS_PER_PROGRAM)))
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    launch = _rotary_launch(x, cos, sin, backward)
+    out = x.new_empty(x.shape)
+    if x.numel():
+        launch.start(x, cos, sin, out)
+    return out
+
+
+@kept_by_signature
+def _rotary_launch(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Again:
     check_device(x=x, cos=cos, sin=sin)
     for name, t in {"x": x, "cos": cos, "sin": sin}.items():
         if t.dtype != BF16 or t.device != x.device:
@@ -210,10 +232,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
         raise OperandError(
             "rotated and head channels", (cos.shape[1], x.shape[2]), f"multiples of {UNIT}"
         )
-    out = torch.empty(x.shape, dtype=BF16, device=x.device)
-    if x.numel():
-        rotary_launch(x, cos, sin, out, backward).start()
-    return out
+    return Again(rotary_launch(x, cos, sin, None, backward), 4)
 
 
 @rope.rotary_forward.register("triton")

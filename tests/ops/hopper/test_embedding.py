@@ -91,12 +91,13 @@ def test_the_weight_gradient_is_the_rounded_chain_on_a_gpu(num_timesteps):
 
 @pytest.mark.gpu
 def test_values_and_position_independence_on_a_gpu():
-    """SiLU in FP32 is within a few units in the last place (2^-24 each: exp 2, add, divide)."""
+    """SiLU in FP32 is within a few units in the last place, of 2^-24 each: ex2 4, the addition, the
+    division; and x log2(e), rounded before ex2, is off by |x| of them."""
     temb = 4 * torch.randn(3, 2688, generator=torch.Generator().manual_seed(0)).cuda()
     ds = torch.randn(3, 2688, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
     s = adaln_input_forward(temb, torch.float32, backend="triton")
     exact = adaln_input_forward(temb.double(), torch.float64)
-    assert float(((s - exact) / exact.abs().clamp(min=1e-30)).abs().max()) < 8 * 2**-24
+    assert ((s - exact).abs() <= (8 + 2 * temb.abs()) * 2**-24 * exact.abs()).all()
     d = adaln_input_backward(ds, temb, backend="triton")
     exact = adaln_input_backward(ds.double(), temb.double())
     # SiLU' crosses zero, so its error is absolute: eight roundings of values up to 1.1

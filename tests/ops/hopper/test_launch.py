@@ -1,5 +1,6 @@
 """A launch reuses a compiled form exactly where Triton itself would have made the same one."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("triton", reason="triton is pinned in the GPU requirements")
 
 from h3lib.ops.hopper import launch
 from h3lib.ops.hopper.compat import tensor_map
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch, kept_by_signature
 
 
 class Kernel:
@@ -93,3 +94,33 @@ def test_descriptors_are_told_apart_by_their_boxes():
         return launch._form(tensor_map("x", x, x.shape, x.stride(), (rows, 64)), True)
 
     assert form(64) == form(64) != form(128)
+
+
+def test_a_launch_started_again_is_looked_up_once_and_keeps_no_tensor(kernel):
+    first = torch.zeros(32, dtype=torch.bfloat16)
+    alive = weakref.ref(first)
+    again = Again(Launch(kernel, (first, 7, 16, "constant"), {}, (3,)), 1)
+    again.start(first)
+    del first
+    kernel.compiled[0] = None
+    assert alive() is None
+    again.start(X[:32])
+    again.start(X[8:40])
+    assert len(kernel.compiled) == 1
+    pointers = X.data_ptr(), X[8:].data_ptr()
+    for (grid, (x, *rest)), pointer in zip(kernel.reused, pointers, strict=True):
+        assert (grid, rest, x.data_ptr()) == ((3, 1, 1), [7, 16, "constant"], pointer)
+
+
+def test_what_is_kept_by_signature_is_made_again_for_another_one():
+    made = []
+
+    @kept_by_signature
+    def make(x, value):
+        made.append((x.dtype, x.shape, value))
+        return len(made)
+
+    assert [make(X[:32], 1), make(X[8:40], 1), make(torch.zeros_like(X)[:32], 1)] == [1, 1, 1]
+    others = (X[:16], 1), (X[:32], 2), (X[:32].float(), 1), (X[::2], 1), (X[:32].view(4, 8), 1)
+    assert [make(*other) for other in others] == [2, 3, 4, 5, 6]
+    assert make(X[:32], 1) == 1
