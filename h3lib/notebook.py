@@ -94,6 +94,8 @@ CHECKS = {
     "timings": (_folder, "the path of a folder with layouts*.json in it or below"),
     "traffic": _MEASURED,
     "attention": _MEASURED,
+    "faults": _MEASURED,
+    "litmus": _MEASURED,
     "gpus": _integer(1),
     "collectives": _MEASURED,
     "collective": (lambda value: isinstance(value, str), "the name of a collective"),

@@ -127,8 +127,8 @@ def test_the_model_page_shows_the_committed_files(folders):
     assert '"name": "stderr"' not in text
 
 
-@pytest.mark.parametrize("name", ["23_node_cost", "25_ring_overlap"])
-def test_a_page_of_links_shows_the_committed_files(name, folders):
+@pytest.mark.parametrize("name", ["23_node_cost", "25_ring_overlap", "32_when_a_rank_fails"])
+def test_a_page_of_links_or_faults_shows_the_committed_files(name, folders):
     text = execute(Run(NOTEBOOKS / f"{name}.ipynb", "page")).read_text()
     assert "{admonition} Answer" in text
     assert '"name": "stderr"' not in text
