@@ -7,7 +7,7 @@ An entry of `reports/claims.yml`:
 
     id: products-chain
     claim: Chains reach 0.95 of cuBLAS at 14,910 and 37,776 rows.
-    file: reports/h200/kernels-gemm.json
+    file: reports/h200/kernels.json
     lines: measurements                 # the list in the file
     where: {op: [linear_forward, linear_dx], rows: [14910, 37776]}
     value: ratio

@@ -93,7 +93,6 @@ CHECKS = {
     "measured": _MEASURED,
     "timings": (_folder, "the path of a folder with layouts*.json in it or below"),
     "traffic": _MEASURED,
-    "attention": _MEASURED,
     "faults": _MEASURED,
     "litmus": _MEASURED,
     "gpus": _integer(1),

@@ -139,9 +139,9 @@ def test_the_kernels_page_refuses_a_file_of_a_run_that_did_not_end(folders):
     kernels.mkdir()
     for path in (book.ROOT / "reports" / "h200").glob("*.json"):
         content = json.loads(path.read_text())
-        content["complete"] = path.stem != "block"
+        content["complete"] = path.stem != "kernels"
         (kernels / path.name).write_text(json.dumps(content))
-    with pytest.raises(NotebookError, match="complete of block.json"):
+    with pytest.raises(NotebookError, match="complete of kernels.json"):
         execute(Run(KERNELS, "page", {"kernels": str(kernels)}))
     assert not _pages(folders)
 

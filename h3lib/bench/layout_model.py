@@ -31,37 +31,37 @@ UNITS, SLICE, FEATURES = "units", "slice", "features"
 FORWARD, BACKWARD = "forward", "backward"
 
 KERNELS = (
-    # pass, file, op, case (the start of it; "" any), how often, share
-    (FORWARD, "gemm", "linear_forward", "q, k or v forward", 3, UNITS),
-    (FORWARD, "gemm", "unit_tree_product", "to_out forward", 1, UNITS),
-    (FORWARD, "gemm", "linear_forward", "ff-in forward", 1, UNITS),
-    (FORWARD, "gemm", "unit_tree_product", "ff-down forward", 1, UNITS),
-    (FORWARD, "gemm", "linear_forward", "AdaLN linear forward", 1, FEATURES),
-    (FORWARD, "attention", "attention forward", "", 1, UNITS),
-    (FORWARD, "rowwise", "norm forward", "", 2, SLICE),
-    (FORWARD, "rowwise", "modulate forward", "", 2, SLICE),
-    (FORWARD, "rowwise", "residual forward", "", 2, SLICE),
-    (FORWARD, "rowwise", "head norm forward", "", 2, UNITS),
-    (FORWARD, "rowwise", "rotary forward", "", 2, UNITS),
-    (FORWARD, "rowwise", "swiglu forward", "", 1, UNITS),
-    (BACKWARD, "gemm", "row_fold_product", "to_q, to_k or to_v dw", 3, UNITS),
-    (BACKWARD, "gemm", "row_fold_product", "to_out dw", 1, UNITS),
-    (BACKWARD, "gemm", "row_fold_product", "ff-in dw", 1, UNITS),
-    (BACKWARD, "gemm", "row_fold_product", "ff-down dw", 1, UNITS),
-    (BACKWARD, "gemm", "linear_dx", "to_out dx", 1, UNITS),
-    (BACKWARD, "gemm", "linear_dx", "ff-down dx", 1, UNITS),
-    (BACKWARD, "gemm", "unit_tree_product", "q, k, v dx", 1, UNITS),
-    (BACKWARD, "gemm", "unit_tree_product", "ff-in dx", 1, UNITS),
-    (BACKWARD, "gemm", "unit_tree_product", "AdaLN linear ds", 1, FEATURES),
-    (BACKWARD, "gemm", "timestep_chain_dw", "AdaLN linear dw", 1, FEATURES),
-    (BACKWARD, "attention", "attention backward", "", 1, UNITS),
-    (BACKWARD, "rowwise", "residual backward", "", 2, SLICE),
-    (BACKWARD, "rowwise", "modulated norm backward", "", 2, SLICE),
-    (BACKWARD, "rowwise", "norm backward, added", "", 2, SLICE),
-    (BACKWARD, "rowwise", "head norm backward", "", 2, UNITS),
-    (BACKWARD, "rowwise", "head norm weight", "", 2, UNITS),
-    (BACKWARD, "rowwise", "rotary backward", "", 2, UNITS),
-    (BACKWARD, "rowwise", "swiglu backward", "", 1, UNITS),
+    # pass, op, case (the start of it; "" any), how often, share
+    (FORWARD, "linear_forward", "q, k or v forward", 3, UNITS),
+    (FORWARD, "unit_tree_product", "to_out forward", 1, UNITS),
+    (FORWARD, "linear_forward", "ff-in forward", 1, UNITS),
+    (FORWARD, "unit_tree_product", "ff-down forward", 1, UNITS),
+    (FORWARD, "linear_forward", "AdaLN linear forward", 1, FEATURES),
+    (FORWARD, "attention forward", "", 1, UNITS),
+    (FORWARD, "norm forward", "", 2, SLICE),
+    (FORWARD, "modulate forward", "", 2, SLICE),
+    (FORWARD, "residual forward", "", 2, SLICE),
+    (FORWARD, "head norm forward", "", 2, UNITS),
+    (FORWARD, "rotary forward", "", 2, UNITS),
+    (FORWARD, "swiglu forward", "", 1, UNITS),
+    (BACKWARD, "row_fold_product", "to_q, to_k or to_v dw", 3, UNITS),
+    (BACKWARD, "row_fold_product", "to_out dw", 1, UNITS),
+    (BACKWARD, "row_fold_product", "ff-in dw", 1, UNITS),
+    (BACKWARD, "row_fold_product", "ff-down dw", 1, UNITS),
+    (BACKWARD, "linear_dx", "to_out dx", 1, UNITS),
+    (BACKWARD, "linear_dx", "ff-down dx", 1, UNITS),
+    (BACKWARD, "unit_tree_product", "q, k, v dx", 1, UNITS),
+    (BACKWARD, "unit_tree_product", "ff-in dx", 1, UNITS),
+    (BACKWARD, "unit_tree_product", "AdaLN linear ds", 1, FEATURES),
+    (BACKWARD, "timestep_chain_dw", "AdaLN linear dw", 1, FEATURES),
+    (BACKWARD, "attention backward", "", 1, UNITS),
+    (BACKWARD, "residual backward", "", 2, SLICE),
+    (BACKWARD, "modulated norm backward", "", 2, SLICE),
+    (BACKWARD, "norm backward, added", "", 2, SLICE),
+    (BACKWARD, "head norm backward", "", 2, UNITS),
+    (BACKWARD, "head norm weight", "", 2, UNITS),
+    (BACKWARD, "rotary backward", "", 2, UNITS),
+    (BACKWARD, "swiglu backward", "", 1, UNITS),
 )
 """Every kernel of the block that is timed alone. The AdaLN linear has timesteps as its rows."""
 
@@ -134,16 +134,16 @@ def fitted_links(content: dict, nic: Link) -> Links:
     return peers | {(step, NIC): nic for step in (FINISH, GATHER)}
 
 
-def kernel_us(contents: dict[str, dict], rows: int, line: tuple) -> float:
-    """Time of one kernel of `KERNELS` alone, by file; as a CUDA graph if it was timed as one too.
+def kernel_us(alone: list[dict], rows: int, line: tuple) -> float:
+    """Time of one kernel of `KERNELS` alone; as a CUDA graph if it was timed as one too.
 
     **Raises:** ReportError if that was not measured.
     """
-    _, file, op, case, _, share = line
+    _, op, case, _, share = line
     wanted = rows if share != FEATURES else 2
     found = [
         (not row["graph"], row["ours_us"])
-        for row in contents[file]["measurements"]
+        for row in alone
         if row["op"] == op and row["case"].startswith(case) and row["rows"] == wanted
     ]
     if not found:
@@ -151,8 +151,8 @@ def kernel_us(contents: dict[str, dict], rows: int, line: tuple) -> float:
     return min(found)[1]
 
 
-def compute_us(contents: dict[str, dict], layout: Layout, rows: int) -> dict[str, float]:
-    """Microseconds of a rank's kernels in each pass."""
+def compute_us(alone: list[dict], layout: Layout, rows: int) -> dict[str, float]:
+    """Microseconds of a rank's kernels in each pass, from `measurements` of kernels alone."""
     owner = Ownership.of(layout, rows, PUBLISHED)
     shares = {
         UNITS: _most(owner.shard_row_cuts()) / rows / layout.tp,
@@ -162,7 +162,7 @@ def compute_us(contents: dict[str, dict], layout: Layout, rows: int) -> dict[str
     total = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for line in KERNELS:
         phase, *_, count, share = line
-        total[phase] += count * shares[share] * kernel_us(contents, rows, line)
+        total[phase] += count * shares[share] * kernel_us(alone, rows, line)
     return total
 
 

@@ -130,22 +130,18 @@ def test_rows_that_time_the_host_are_left_out():
 
 
 def test_the_model_of_one_rank_is_near_the_measured_block():
-    folder = ROOT / "reports" / "h200"
-    contents = {
-        name: json.loads((folder / f"kernels-{name}.json").read_text())
-        for name in ("gemm", "attention", "rowwise")
-    }
-    block = json.loads((folder / "block.json").read_text())["measurements"]
+    report = json.loads((ROOT / "reports" / "h200" / "kernels.json").read_text())
+    alone = report["measurements"]
     for rows in (4096, 14910, 37776):
-        passes = compute_us(contents, Layout(), rows)
+        passes = compute_us(alone, Layout(), rows)
         for op, modelled in (
             ("block forward", passes[FORWARD]),
             ("block forward + backward", sum(passes.values())),
         ):
-            row = next(r for r in block if (r["op"], r["rows"]) == (op, rows))
+            row = next(r for r in alone if (r["op"], r["rows"]) == (op, rows))
             assert modelled == pytest.approx(row["ours_us"], rel=0.1), (op, rows)
     with pytest.raises(ReportError, match="none at 100 rows"):
-        compute_us(contents, Layout(), 100)
+        compute_us(alone, Layout(), 100)
 
 
 def test_a_layout_on_more_nodes_takes_longer_and_one_rank_says_nothing():

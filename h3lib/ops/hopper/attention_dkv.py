@@ -52,7 +52,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import AgainByViews, Launch, kept_by_signature
 
 GROUPS = gl.constexpr(2)
 SLOTS = gl.constexpr(4)  # blocks of 64 queries in flight; 3 was 2 % slower (H200, 2026-11-30)
@@ -232,14 +232,37 @@ def attention_dkv(
     once.
     **Raises:** OperandError, ContractError, BackendError for what the kernel cannot take.
     """
+    programs = programs_for(k.device, 8 * k.numel() * len(q)) if len(k) else 0
+    launches = _kept_launches(q, k, v, dout, lse, delta, contract, programs)
+    dk, dv = k.new_empty(k.shape), k.new_empty(k.shape)
+    if launches is not None:
+        turn, launch = launches
+        by_head = _by_head(q)
+        turn.start(lse, delta, by_head)
+        launch.start(q, k, v, dout, by_head, dk, dv)
+    return dk, dv
+
+
+def _by_head(q: Tensor) -> Tensor:
+    """Room for -L and delta by head, rows padded to 64."""
+    padded = -(-len(q) // TILE_ROWS) * TILE_ROWS
+    return q.new_empty((2, q.shape[1], padded), dtype=torch.float32)
+
+
+@kept_by_signature
+def _kept_launches(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract,
+    programs: int,
+) -> tuple[AgainByViews, AgainByViews] | None:  # fmt: skip
     check_attention(contract, {"q": q, "dout": dout}, {"k": k, "v": v})
     check_statistics(q, lse=lse, delta=delta)
     check_rows("q", q)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    if len(k):
-        padded = -(-len(q) // TILE_ROWS) * TILE_ROWS
-        by_head = torch.empty((2, q.shape[1], padded), dtype=torch.float32, device=q.device)
-        by_head_launch(lse, delta, by_head).start()
-        programs = programs_for(k.device, 8 * k.numel() * len(q))
-        dkv_launch(q, k, v, dout, by_head, dk, dv, programs).start()
-    return dk, dv
+    if not len(k):
+        return None
+    by_head, dk, dv = _by_head(q), k.new_empty(k.shape), k.new_empty(k.shape)
+    turned = (lse, delta, by_head)
+    tensors = (q, k, v, dout, by_head, dk, dv)
+    return (
+        AgainByViews(by_head_launch(*turned), turned),
+        AgainByViews(dkv_launch(*tensors, programs), tensors),
+    )

@@ -14,7 +14,6 @@ Two warpgroups of 64 query rows each, and one warp that feeds them through TMA.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h3lib.contract import Contract
@@ -52,7 +51,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import AgainByViews, Launch, kept_by_signature
 
 GROUPS = gl.constexpr(2)
 SLOTS = gl.constexpr(
@@ -178,11 +177,23 @@ def attention_dq(
     **Order:** one chain over all keys, ascending. **Rounds:** dS for the product; dq once.
     **Raises:** OperandError, ContractError, BackendError for what the kernel cannot take.
     """
+    programs = programs_for(q.device, 6 * q.numel() * len(k)) if len(q) else 0
+    launch = _kept_launch(q, k, v, dout, lse, delta, contract, programs)
+    dq = q.new_empty(q.shape)
+    if launch is not None:
+        launch.start(q, k, v, dout, lse, delta, dq)
+    return dq
+
+
+@kept_by_signature
+def _kept_launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, contract: Contract,
+    programs: int,
+) -> AgainByViews | None:  # fmt: skip
     check_attention(contract, {"q": q, "dout": dout}, {"k": k, "v": v})
     check_statistics(q, lse=lse, delta=delta)
     check_rows("k", k)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if len(q):
-        programs = programs_for(q.device, 6 * q.numel() * len(k))
-        dq_launch(q, k, v, dout, lse, delta, dq, programs).start()
-    return dq
+    if not len(q):
+        return None
+    tensors = (q, k, v, dout, lse, delta, q.new_empty(q.shape))
+    return AgainByViews(dq_launch(*tensors, programs), tensors)

@@ -55,7 +55,7 @@ from h3lib.ops.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import AgainByViews, Launch, kept_by_signature
 
 SLOTS = gl.constexpr(2)  # K and V in flight: 2 x (32 + 32) KB beside Q and out, 230 KB in all
 
@@ -213,12 +213,22 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, contract: Contract) -> tu
     **Order:** see the top of the file. **Rounds:** p for the product with v; out once; L not.
     **Raises:** OperandError, ContractError, BackendError for what the kernel cannot take.
     """
+    programs = programs_for(q.device, 4 * q.numel() * len(k)) if len(q) else 0
+    launch = _kept_launch(q, k, v, contract, programs)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if launch is not None:
+        launch.start(q, k, v, out, lse)
+    return out, lse
+
+
+@kept_by_signature
+def _kept_launch(
+    q: Tensor, k: Tensor, v: Tensor, contract: Contract, programs: int
+) -> AgainByViews | None:
     check_attention(contract, {"q": q}, {"k": k, "v": v})
     check_rows("k", k)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if len(q):
-        programs = programs_for(q.device, 4 * q.numel() * len(k))
-        groups = groups_for(len(q), q.shape[1], programs)
-        forward_launch(q, k, v, out, lse, programs, groups).start()
-    return out, lse
+    if not len(q):
+        return None
+    groups = groups_for(len(q), q.shape[1], programs)
+    tensors = (q, k, v, q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
+    return AgainByViews(forward_launch(*tensors, programs, groups), tensors)

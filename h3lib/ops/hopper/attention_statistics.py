@@ -19,7 +19,7 @@ from h3lib.contract import Contract, OperandError
 from h3lib.ops import attention
 from h3lib.ops.hopper.attention_tiles import TILE_ROWS, check_attention
 from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES
-from h3lib.ops.hopper.launch import Launch
+from h3lib.ops.hopper.launch import Again, Launch, kept_by_signature
 
 DELTA_ROWS = 32
 
@@ -99,8 +99,14 @@ def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
     **Order:** see the top of the file. **Rounds:** nothing but the FP32 products and sums.
     **Raises:** OperandError, BackendError for what the kernel cannot take; there is no fallback.
     """
-    check_attention(Contract(), {"out": out, "dout": dout}, {})
-    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    launch = _kept_delta(dout, out)
+    delta = out.new_empty(out.shape[:2], dtype=torch.float32)
     if len(out):
-        delta_launch(dout, out, delta).start()
+        launch.start(dout, out, delta)
     return delta
+
+
+@kept_by_signature
+def _kept_delta(dout: Tensor, out: Tensor) -> Again:
+    check_attention(Contract(), {"out": out, "dout": dout}, {})
+    return Again(delta_launch(dout, out, out.new_empty(out.shape[:2], dtype=torch.float32)), 3)

@@ -57,6 +57,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "map_on",
     "mbarrier",
     "num_multiprocessors",
     "programs_for",
@@ -119,8 +120,17 @@ def tensor_map(
     if base.device.type == "cuda" and base.data_ptr() % TMA_ALIGNMENT_BYTES:
         accepted = f"a multiple of {TMA_ALIGNMENT_BYTES}"
         raise OperandError(f"address of {name}", hex(base.data_ptr()), accepted)
+    return _view(_geometry(name, base.dtype, tuple(shape), tuple(strides), tuple(block)), base)
+
+
+def map_on(view: TensorDescriptor, base: Tensor) -> TensorDescriptor:
+    """The same view of another tensor of the same signature."""
+    return _view(view.__dict__, base)
+
+
+def _view(geometry: dict[str, object], base: Tensor) -> TensorDescriptor:
     view = TensorDescriptor.__new__(TensorDescriptor)  # its constructor checks everything anew
-    view.__dict__ |= _geometry(name, base.dtype, tuple(shape), tuple(strides), tuple(block))
+    view.__dict__ |= geometry
     view.base = base
     return view
 

@@ -18,6 +18,7 @@ from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
 from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_last, prepare, right_operand
+from h3lib.ops.hopper.launch import kept_by_signature
 
 
 @linear_forward.register("triton")
@@ -31,6 +32,13 @@ def linear_forward_hopper(
     other than BF16 or FP32, for an operand that is not on the GPU, or that TMA cannot read, an
     `out` of another shape or dtype.
     """
+    return _product(_forward_launch(x, w, bias, out), x, w.transpose(0, 1), bias, out)
+
+
+@kept_by_signature
+def _forward_launch(
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None
+) -> Launch | None:
     check_operands(x=x, w=w)
     check_shape("x", x, None, None)
     check_shape("w", w, None, x.shape[1])
@@ -40,7 +48,7 @@ def linear_forward_hopper(
         check_device(bias=bias)
         if not bias.is_contiguous():
             raise OperandError("stride of bias", bias.stride(), "contiguous")
-    return _product("linear_forward", {"x": x, "w": w.transpose(0, 1)}, bias, out)
+    return _template("linear_forward", {"x": x, "w": w.transpose(0, 1)}, bias, out)
 
 
 @linear_dx.register("triton")
@@ -49,16 +57,21 @@ def linear_dx_hopper(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor
 
     **Order:** chain over N. **Rounds:** once. **Raises:** as `linear_forward_hopper`.
     """
+    return _product(_dx_launch(dy, w, out), dy, w, None, out)
+
+
+@kept_by_signature
+def _dx_launch(dy: Tensor, w: Tensor, out: Tensor | None) -> Launch | None:
     check_operands(dy=dy, w=w)
     check_shape("dy", dy, None, None)
     check_shape("w", w, dy.shape[1], None)
-    return _product("linear_dx", {"dy": dy, "w": w}, None, out)
+    return _template("linear_dx", {"dy": dy, "w": w}, None, out)
 
 
-def _product(
+def _template(
     op: str, operands: dict[str, Tensor], bias: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """a @ b + bias in a's dtype; a rank that owns no rows launches nothing."""
+) -> Launch | None:
+    """a @ b + bias, None in FP32 and for a rank that owns no rows."""
     check_matrix_dtype(**operands)
     check_device(**operands)
     a, b = operands.values()
@@ -67,14 +80,23 @@ def _product(
     shape = (a.shape[0], b.shape[1])
     if out is not None:
         check_out(out, shape, a.dtype)
+    if a.dtype == torch.float32 or not shape[0] * shape[1]:
+        return None
+    like = a.new_empty(shape) if out is None else out
+    tile = tile_for(op, *shape, -(-a.shape[1] // MAX_DEPTH))
+    return chain_launch(like[None], a, b, tile, bias, tuple(operands)).template()
+
+
+def _product(
+    launch: Launch | None, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """a @ b + bias in a's dtype."""
     if a.dtype == torch.float32:
         y = chain_fp32(a, b, bias=bias)
         return y if out is None else out.copy_(y)
-    if out is None:
-        out = a.new_empty(shape)
-    if out.numel():
-        tile = tile_for(op, *out.shape, -(-a.shape[1] // MAX_DEPTH))
-        chain_launch(out[None], a, b, tile, bias, tuple(operands)).run()
+    out = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
+    if launch is not None:
+        launch.on((a, b), out, bias).run()
     return out
 
 

@@ -22,6 +22,7 @@ from h3lib.ops.hopper.compat import check_device
 from h3lib.ops.hopper.directives import MAX_DEPTH, Tile, tile_for
 from h3lib.ops.hopper.gemm_fp32 import chain_fp32
 from h3lib.ops.hopper.gemm_launch import Launch, check_matrix_dtype, k_first, prepare
+from h3lib.ops.hopper.launch import kept_by_signature
 from h3lib.ops.tree import partial_roots
 
 TIMESTEP_TILE = {"BC": 32, "BE": 256, "num_warps": 4}
@@ -52,15 +53,26 @@ def row_fold_product_hopper(dy: Tensor, x: Tensor, rows: RowUnits, dtype: torch.
 
     **Order:** as `row_fold_roots_hopper`. **Rounds:** once, after the root. **Raises:** as there.
     """
+    launch = _product_launch(dy, x, rows, dtype)
+    if dy.dtype == torch.float32:
+        return _roots_fp32(dy, x, rows, range(NUM_SEQUENCE_UNITS))[0].to(dtype)
+    out = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
+    if launch is not None:
+        launch.on((dy, x), out).run()
+    return out
+
+
+@kept_by_signature
+def _product_launch(dy: Tensor, x: Tensor, rows: RowUnits, dtype: torch.dtype) -> Launch | None:
+    """None in FP32 and for an empty result."""
     every = range(NUM_SEQUENCE_UNITS)
     _check(dy, x, rows, every)
     if dtype not in (torch.bfloat16, torch.float32):
         raise OperandError("dtype of the product", dtype, "torch.bfloat16, torch.float32")
-    if dy.dtype == torch.float32:
-        return _roots_fp32(dy, x, rows, every)[0].to(dtype)
     out = dy.new_empty((dy.shape[1], x.shape[1]), dtype=dtype)
-    _subtree(out, dy, x, rows, every, every)
-    return out
+    if dy.dtype == torch.float32 or not out.numel():
+        return None
+    return _launch(out, dy, x, rows, every, every).template()
 
 
 def _check(dy: Tensor, x: Tensor, rows: RowUnits, units: range) -> None:
@@ -79,9 +91,15 @@ def _subtree(out: Tensor, dy: Tensor, x: Tensor, rows: RowUnits, units: range, r
     if not len(rows.sequence_unit_rows(root)):
         out.zero_()
         return
+    _launch(out, dy, x, rows, units, root).run()
+
+
+def _launch(
+    out: Tensor, dy: Tensor, x: Tensor, rows: RowUnits, units: range, root: range
+) -> Launch:
     shortest = min(len(rows.sequence_unit_rows(range(u, u + 1))) for u in root)
     tile = tile_for("row_fold", *out.shape, shortest // MAX_DEPTH, rows.contract.key_block)
-    fold_launch(out[None], dy, x, rows, units, root, tile).run()
+    return fold_launch(out[None], dy, x, rows, units, root, tile)
 
 
 def fold_launch(
@@ -92,7 +110,7 @@ def fold_launch(
     first = rows.num_key_blocks * units.start // NUM_SEQUENCE_UNITS * per_key_block
     joined = _joined_units(rows.num_key_blocks, len(root))
     plan = (rows.num_key_blocks * joined, per_key_block, first, -(-rows.num_rows // tile.depth))
-    a, b = [k_first("dy", dy)], [k_first("x", x)]
+    a, b = [k_first("dy", dy)], [k_first("x", x, place=1)]
     return prepare(out, a, b, tile, len(root) // joined, plan, root.start // joined, fold=True)
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from h3lib.contract import OperandError
-from h3lib.ops.hopper.compat import TensorDescriptor, programs_for, tensor_map
+from h3lib.ops.hopper.compat import TensorDescriptor, map_on, programs_for, tensor_map
 from h3lib.ops.hopper.directives import Tile
 from h3lib.ops.hopper.gemm_kernel import MAX_REGISTERS, NUM_WARPS, gemm_kernel
 
 MAX_PARTS = 3
 MAX_WIDTH = 8
+OUT = -1  # the place of the result
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Operand:
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     k_first: bool
+    place: int  # among the tensors of a launch
 
     def descriptor(self, free: int, depth: int) -> TensorDescriptor:
         """Boxes of `free` rows (columns) times `depth` steps."""
@@ -41,25 +43,25 @@ class Operand:
         return tensor_map(self.name, self.base, self.shape, self.strides, box)
 
 
-def k_last(name: str, x: Tensor, units: int = 1) -> Operand:
+def k_last(name: str, x: Tensor, units: int = 1, place: int = 0) -> Operand:
     """x `[rows, K]`, K contiguous, cut into units."""
     width, outer, inner = x.shape[1] // units, *_strides(x)
-    return Operand(
-        name, x, (units, x.shape[0], width), (width if units > 1 else outer, outer, inner), False
-    )
+    strides = (width if units > 1 else outer, outer, inner)
+    return Operand(name, x, (units, x.shape[0], width), strides, False, place)
 
 
-def k_first(name: str, x: Tensor, units: int = 1) -> Operand:
+def k_first(name: str, x: Tensor, units: int = 1, place: int = 0) -> Operand:
     """x `[K, columns]`, columns contiguous, K cut into units."""
     width, outer, inner = x.shape[0] // units, *_strides(x)
-    return Operand(name, x, (units, width, x.shape[1]), (width * outer, outer, inner), True)
+    strides = (width * outer, outer, inner)
+    return Operand(name, x, (units, width, x.shape[1]), strides, True, place)
 
 
-def right_operand(name: str, b: Tensor, units: int = 1) -> Operand:
+def right_operand(name: str, b: Tensor, units: int = 1, place: int = 1) -> Operand:
     """b `[K, N]` of a product a @ b: a weight as it is stored, or a transposed view of one."""
     if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
-        return k_last(name, b.transpose(0, 1), units)
-    return k_first(name, b, units)
+        return k_last(name, b.transpose(0, 1), units, place)
+    return k_first(name, b, units, place)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -79,23 +81,49 @@ def check_matrix_dtype(**operands: Tensor) -> None:
 @dataclass(frozen=True)
 class Launch:
     """One launch of the kernel, ready to run or to be compiled: `options` hold its constants, in
-    the kernel's own order, and what Triton wants to know; `dtypes` those of the result and bias."""
+    the kernel's own order, and what Triton wants to know; `dtypes` those of the result and bias.
 
-    arguments: tuple[object, ...]
+    `places` says for each descriptor which of the launch's tensors it reads.
+    """
+
+    maps: tuple[TensorDescriptor | None, ...]
+    places: tuple[int | None, ...]
+    bias: Tensor | None
+    sizes: tuple[int, ...]
     options: dict[str, object]
-    programs: int
+    tiles: int
+    flops: float
+    device: torch.device
     dtypes: tuple[torch.dtype | None, ...]
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        return (*self.maps, self.bias, *self.sizes)
+
+    def on(self, tensors: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> Launch:
+        """The same launch on other tensors of the same signature."""
+        maps = tuple(
+            view and map_on(view, out if place == OUT else tensors[place])
+            for view, place in zip(self.maps, self.places, strict=True)
+        )
+        return replace(self, maps=maps, bias=bias)
+
+    def template(self) -> Launch:
+        """To be kept: without tensors."""
+        none = torch.empty(0, device="meta", dtype=torch.bfloat16)
+        return self.on([none] * (2 * MAX_PARTS), none)
 
     def run(self) -> None:
         """Launch; the compiled form is looked up here, since Triton's own look-up reads every
         descriptor again (50 of 190 us on the host at each launch, H200, 2026-11)."""
         *constants, _, _ = self.options.values()
         form = (torch.cuda.current_device(), *constants, *self.dtypes)
+        programs = min(programs_for(self.device, self.flops), self.tiles)
         compiled = _COMPILED.get(form)
         if compiled is None:
-            _COMPILED[form] = gemm_kernel[(self.programs,)](*self.arguments, **self.options)
+            _COMPILED[form] = gemm_kernel[(programs,)](*self.arguments, **self.options)
         else:
-            compiled[(self.programs, 1, 1)](*self.arguments, *constants)
+            compiled[(programs, 1, 1)](*self.arguments, *constants)
 
 
 _COMPILED: dict[tuple[object, ...], object] = {}
@@ -128,6 +156,7 @@ def prepare(
     none = [None] * (MAX_PARTS - len(a))
     maps = [x.descriptor(tile.m, tile.depth) for x in a] + none
     maps += [x.descriptor(tile.n, tile.depth) for x in b] + none
+    places = [x.place for x in a] + none + 2 * ([x.place for x in b] + none) + [OUT, OUT]
     if tile.tail:
         maps += [x.descriptor(tile.tail, tile.depth) for x in b] + none
         maps += [result(tile.n, tile.m), result(tile.tail, tile.m)]
@@ -143,7 +172,9 @@ def prepare(
         "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
     depth = sum(x.base.shape[0 if x.k_first else 1] for x in a)
-    programs = min(programs_for(out.device, 2 * rows * columns * depth), math.prod(tiles))
-    arguments = (*maps, bias, *tiles, first_unit, *plan, rows, columns)
+    sizes = (*tiles, first_unit, *plan, rows, columns)
     dtypes = (out.dtype, None if bias is None else bias.dtype)
-    return Launch(arguments, options, programs, dtypes)
+    return Launch(
+        tuple(maps), tuple(places), bias, sizes, options, math.prod(tiles),
+        2 * rows * columns * depth, out.device, dtypes,
+    )  # fmt: skip

@@ -31,6 +31,7 @@ from h3lib.ops.hopper.gemm_launch import (
     prepare,
     right_operand,
 )
+from h3lib.ops.hopper.launch import kept_by_signature
 from h3lib.ops.tree import partial_roots
 
 MMA_K = 16
@@ -72,16 +73,31 @@ def unit_tree_product_hopper(parts: Parts, num_units: int, dtype: torch.dtype) -
 
     **Order:** as `unit_tree_roots_hopper`. **Rounds:** once, after the root. **Raises:** as there.
     """
-    every = range(num_units)
+    tensors = [tensor for part in parts for tensor in part]
+    launch, every = _product_launch(*tensors, num_units, dtype), range(num_units)
+    if parts[0][0].dtype == torch.float32:
+        return _roots_fp32(parts, every, num_units)[0].to(dtype)
+    out = parts[0][0].new_empty((len(parts[0][0]), parts[0][1].shape[1]), dtype=dtype)
+    if launch is not None:
+        launch.on(tensors, out).run()
+    elif out.numel():
+        _subtree(out, parts, every, every)
+    return out
+
+
+@kept_by_signature
+def _product_launch(*operands: object) -> Launch | None:
+    """Of (a, b, a, b, ..., number of units, dtype); None if it is not one launch in BF16."""
+    *tensors, num_units, dtype = operands
+    parts, every = list(zip(tensors[::2], tensors[1::2], strict=True)), range(num_units)
     rows, columns = _check(parts, every)
     if dtype not in (torch.bfloat16, torch.float32):
         raise OperandError("dtype of the product", dtype, "torch.bfloat16, torch.float32")
-    if parts[0][0].dtype == torch.float32:
-        return _roots_fp32(parts, every, num_units)[0].to(dtype)
-    out = parts[0][0].new_empty((rows, columns), dtype=dtype)
-    if out.numel():
-        _subtree(out, parts, every, every)
-    return out
+    if tensors[0].dtype == torch.float32 or not rows * columns:
+        return None
+    out = tensors[0].new_empty((rows, columns), dtype=dtype)
+    launch = subtree_launch(out, parts, every, every, _tile(out, parts, every, every))
+    return launch.template() if isinstance(launch, Launch) else None
 
 
 def _check(parts: Parts, units: range) -> tuple[int, int]:
@@ -114,13 +130,16 @@ def _check(parts: Parts, units: range) -> tuple[int, int]:
 
 def _subtree(out: Tensor, parts: Parts, units: range, root: range) -> None:
     """out `[T, N]` = the subtree `root` of the units here."""
+    subtree_launch(out, parts, units, root, _tile(out, parts, units, root)).run()
+
+
+def _tile(out: Tensor, parts: Parts, units: range, root: range) -> Tile:
     if len(root) > MAX_WIDTH:
         raise OperandError(
             "units in one root", len(root), f"at most {MAX_WIDTH}, for back end triton"
         )
     blocks = sum(part.shape[1] // len(units) // MAX_DEPTH for part, _ in parts)
-    tile = tile_for("unit_tree", *out.shape, blocks)
-    subtree_launch(out, parts, units, root, tile).run()
+    return tile_for("unit_tree", *out.shape, blocks)
 
 
 @dataclass(frozen=True)
@@ -175,8 +194,8 @@ def tree_launch(
 ) -> Launch:
     """out `[R, T, N]`: R subtrees of `width` units from unit `first` on; BF16 operands."""
     num = len(units)
-    a = [k_last(f"a{i}", a, num) for i, (a, _) in enumerate(parts)]
-    b = [right_operand(f"b{i}", b, num) for i, (_, b) in enumerate(parts)]
+    a = [k_last(f"a{i}", a, num, 2 * i) for i, (a, _) in enumerate(parts)]
+    b = [right_operand(f"b{i}", b, num, 2 * i + 1) for i, (_, b) in enumerate(parts)]
     if len({operand.k_first for operand in b}) > 1:
         raise OperandError(
             "strides of b", [tuple(b.stride()) for _, b in parts], "the same dim contiguous"

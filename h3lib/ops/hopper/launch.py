@@ -9,16 +9,17 @@ Triton specialise it, its value. So a launch after the first costs one look-up a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, TensorDescriptor
+from h3lib.ops.hopper.compat import TMA_ALIGNMENT_BYTES, TensorDescriptor, map_on
 
 INT32_MAX = 2**31 - 1
 MOST_KEPT = 4096
+_NOTHING = object()
 
 
 class Launch(NamedTuple):
@@ -59,27 +60,62 @@ class Again:
         self.rest = launch.operands[num_tensors:]
         self.launch, self.run = launch._replace(operands=()), None
 
+    def operands_on(self, tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+        return (*tensors, *self.rest)
+
     def start(self, *tensors: Tensor) -> None:
+        operands = self.operands_on(tensors)
         if self.run is not None:
-            self.run(*tensors, *self.rest)
-        elif compiled := self.launch._replace(operands=(*tensors, *self.rest)).start():
+            self.run(*operands)
+        elif compiled := self.launch._replace(operands=operands).start():
             self.run = compiled[(*self.launch.grid, 1, 1)]
+
+
+class AgainByViews(Again):
+    """The same for a launch whose descriptors read the tensors.
+
+    `tensors` are those of the launch, each an object of its own (`kept_by_signature` sees to it).
+    """
+
+    def __init__(self, launch: Launch, tensors: Sequence[Tensor]):
+        super().__init__(launch, 0)
+        places = {id(x): i for i, x in enumerate(tensors)}
+        none = torch.empty(0, device="meta")
+        self.rest, self.slots = list(self.rest), []
+        for at, operand in enumerate(self.rest):
+            if isinstance(operand, TensorDescriptor):
+                self.slots.append((at, places[id(operand.base)], map_on(operand, none)))
+            elif isinstance(operand, Tensor):
+                self.slots.append((at, places[id(operand)], None))
+        for at, _, _ in self.slots:
+            self.rest[at] = None
+
+    def operands_on(self, tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+        operands = self.rest.copy()
+        for at, i, view in self.slots:
+            operands[at] = tensors[i] if view is None else map_on(view, tensors[i])
+        return tuple(operands)
 
 
 def kept_by_signature(make: Callable) -> Callable:
     """`make(*operands)`, made once for each dtype, device, shape, strides and alignment of the
-    tensors and each value of the rest: what may be launched and how depends on nothing else."""
+    tensors and each value of the rest: what may be launched and how depends on nothing else.
+
+    `make` sees each tensor as an object of its own, also where one was given twice.
+    """
     kept: dict[tuple[object, ...], object] = {}
 
     @functools.wraps(make)
     def find(*operands: object) -> object:
-        device = torch.cuda.current_device() if operands[0].is_cuda else None
+        on_gpu = isinstance(operands[0], Tensor) and operands[0].is_cuda
+        device = torch.cuda.current_device() if on_gpu else None
         key = (device, *map(_signature, operands))
-        found = kept.get(key)
-        if found is None:
+        found = kept.get(key, _NOTHING)
+        if found is _NOTHING:
             if len(kept) >= MOST_KEPT:
                 kept.clear()
-            found = kept[key] = make(*operands)
+            own = (x.detach() if isinstance(x, Tensor) else x for x in operands)
+            found = kept[key] = make(*own)
         return found
 
     return find

@@ -127,6 +127,42 @@ def test_constants_come_in_the_kernels_order():
     assert names == gemm_kernel.arg_names[len(launch.arguments) :]
 
 
+def _of_tile(op, tile):
+    """A launch on new tensors, and those tensors."""
+    new = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    if op == "fold":
+        dy, x, out = new(300, 768), new(300, 512), new(1, 768, 512)
+        return fold_launch(out, dy, x, RowUnits(300), EVERY, EVERY, tile), (dy, x), out
+    out = new(1, 264, 768)
+    if op == "tree":
+        parts = [(new(264, 4096), new(4096, 768)) for _ in range(3)]
+        launch = tree_launch(out, parts, EVERY, 0, 8, tile)
+        return launch, [tensor for part in parts for tensor in part], out
+    x, w = new(264, 1024), new(768, 1024).T if op == "forward" else new(1024, 768)
+    return chain_launch(out, x, w, tile), (x, w), out
+
+
+@pytest.mark.parametrize(
+    "op, tile",
+    [("forward", FORWARD[0]), ("forward", FORWARD[1]), ("dx", DX[0]), ("dx", DX[1]),
+     ("tree", LOW), ("tree", TREE[-1]), ("fold", FOLD[0])],
+)  # fmt: skip
+def test_a_kept_launch_reads_other_tensors_as_a_new_one_would(op, tile):
+    kept = _of_tile(op, tile)[0].template()
+    assert all(view is None or view.base.device.type == "meta" for view in kept.maps)
+    fresh, tensors, out = _of_tile(op, tile)
+    moved = kept.on(tensors, out)
+    assert moved.sizes == fresh.sizes and moved.options == fresh.options
+    assert (moved.tiles, moved.flops, moved.dtypes) == (fresh.tiles, fresh.flops, fresh.dtypes)
+    for one, other in zip(moved.maps, fresh.maps, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.base.data_ptr() == other.base.data_ptr()
+            assert one.base.dtype == other.base.dtype
+            for name in ("shape", "strides", "block_shape", "layout"):
+                assert getattr(one, name) == getattr(other, name)
+
+
 def test_directives_lag_only_where_units_are_long_enough():
     for op in OPS:
         for blocks in range(12):

@@ -8,9 +8,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is pinned in the GPU requirements")
 
-from h3lib.ops.hopper import launch
-from h3lib.ops.hopper.compat import tensor_map
-from h3lib.ops.hopper.launch import Again, Launch, kept_by_signature
+from h3lib.ops.hopper import (
+    attention_dkv,
+    attention_dq,
+    attention_forward,
+    attention_statistics,
+    launch,
+)
+from h3lib.ops.hopper.compat import TensorDescriptor, tensor_map
+from h3lib.ops.hopper.launch import Again, AgainByViews, Launch, kept_by_signature
 
 
 class Kernel:
@@ -124,3 +130,44 @@ def test_what_is_kept_by_signature_is_made_again_for_another_one():
     others = (X[:16], 1), (X[:32], 2), (X[:32].float(), 1), (X[::2], 1), (X[:32].view(4, 8), 1)
     assert [make(*other) for other in others] == [2, 3, 4, 5, 6]
     assert make(X[:32], 1) == 1
+
+
+def attention(kind):
+    """A launch on new tensors, and those tensors; q and k are of one shape."""
+    new = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
+    q, k, v, dout, like, also = (new(70, 3, 128) for _ in range(6))
+    lse, delta, by_head = (torch.zeros(s) for s in ((70, 3), (70, 3), (2, 3, 128)))
+    tensors = {
+        "forward": (q, k, v, like, lse),
+        "dq": (q, k, v, dout, lse, delta, like),
+        "dkv": (q, k, v, dout, by_head, like, also),
+        "by head": (lse, delta, by_head),
+    }[kind]
+    make = {
+        "forward": lambda *x: attention_forward.forward_launch(*x, 132, 2),
+        "dq": lambda *x: attention_dq.dq_launch(*x, 132),
+        "dkv": lambda *x: attention_dkv.dkv_launch(*x, 132),
+        "by head": attention_statistics.by_head_launch,
+    }[kind]
+    return make(*tensors), tensors
+
+
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkv", "by head"])
+def test_descriptors_of_a_kept_launch_read_the_other_tensors(kind):
+    kept = AgainByViews(*attention(kind))
+    assert not any(isinstance(x, torch.Tensor | TensorDescriptor) for x in kept.rest)
+    fresh, tensors = attention(kind)
+    for one, other in zip(kept.operands_on(tensors), fresh.operands, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, TensorDescriptor):
+            assert one.base is other.base
+            for name in ("shape", "strides", "block_shape", "layout"):
+                assert getattr(one, name) == getattr(other, name)
+        else:
+            assert one is other if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_tensor_given_twice_is_seen_as_two():
+    seen = []
+    kept_by_signature(lambda *tensors: seen.extend(tensors))(X, X)
+    assert seen[0] is not seen[1] and seen[0].data_ptr() == X.data_ptr()
