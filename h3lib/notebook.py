@@ -98,7 +98,6 @@ CHECKS = {
     "gpus": _integer(1),
     "collectives": _MEASURED,
     "collective": (lambda value: isinstance(value, str), "the name of a collective"),
-    "timed": (_path, "the path of a report of layouts in this repository, or nothing"),
     "nic_gb_s": _integer(1),
     "nic_us": _integer(0),
     "nvlink_gb_s": _integer(1),
