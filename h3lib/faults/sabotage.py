@@ -59,9 +59,14 @@ def without_memory(injection: Injection) -> Iterator[None]:
     if injection.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1e-9)
+        room = []  # what segments in use have to spare, in the smallest blocks of the large pool
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            while True:
+                room.append(torch.empty((1 << 20) + 512, dtype=torch.uint8, device="cuda"))
         try:
             yield
         finally:
+            room.clear()
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
     with replaced(gloo, "pack_bytes", lambda *_: torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8)):
