@@ -109,7 +109,7 @@ def price_figure(lines: Sequence[dict]) -> str:
         parts += [
             f'<text x="{_LEFT - 8}" y="{middle}" text-anchor="end">{escape(line["layout"])}</text>',
             f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="#0072B2"/>',
-            f'<text x="{_LEFT + width + 6:.1f}" y="{middle}">{words}</text>',
+            f'<text x="{_LEFT + max(width, scale) + 6:.1f}" y="{middle}">{words}</text>',
         ]
     at = _LEFT + scale
     parts += [
