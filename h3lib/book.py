@@ -21,9 +21,16 @@ from pathlib import Path
 import nbformat
 
 from h3lib.contract import H3Error
-from h3lib.execute import NotebookError, check_finished, parse_parameters, run_notebook
+from h3lib.execute import (
+    NotebookError,
+    check_finished,
+    defaults,
+    parse_parameters,
+    run_notebook,
+)
 from h3lib.readme import layout_reports, model_line, model_reports, result_line
 from h3lib.report import read_report
+from h3lib.unmeasured import timed_files, unmeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS, RUNS, WORK = ROOT / "notebooks", ROOT / "book" / "runs", ROOT / "build" / "notebooks"
@@ -44,9 +51,14 @@ class Run:
 
 
 def plan() -> list[Run]:
-    """The runs that make the book: each notebook once, the one about a layout for several."""
+    """The runs that make the book: each notebook once, the one about a layout for several.
+
+    A notebook whose default is a file of `reports/` that is not there waits for it.
+    """
     runs = []
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+        if lacking(notebook):
+            continue
         if notebook != ONE_LAYOUT:
             runs.append(Run(notebook, notebook.stem))
             continue
@@ -60,6 +72,13 @@ def plan() -> list[Run]:
                 )
             )
     return runs
+
+
+def lacking(notebook: Path) -> list[str]:
+    """Files below reports/ that are defaults of a notebook's parameters and do not exist."""
+    named = (str(value) for value in defaults(notebook).values())
+    files = (name for name in named if re.fullmatch(r"reports/.*\.json", name))
+    return [name for name in files if not (ROOT / name).exists()]
 
 
 def committed_pages() -> list[Path]:
@@ -119,7 +138,8 @@ def _dress(book: nbformat.NotebookNode, title: str | None) -> None:
 
 
 def write_tables() -> None:
-    """Tables of the status page from all reports: results, where they ran, seconds a phase.
+    """Tables of the status page from all reports (results, where they ran, seconds a phase, what
+    was timed), and the sentences of the limits about what was not measured.
 
     Ranks that share a GPU wait for each other there: their times mean nothing and are left out.
     """
@@ -132,11 +152,14 @@ def write_tables() -> None:
             {tuple(e.items()): e for e in map(_environment_line, [*reports, *of_model])}.values()
         ),
         "seconds": [_seconds_line(r) for r in reports if (r["ranks_per_gpu"] or 1) == 1],
+        "timed": list(timed_files(EVIDENCE)),
     }
     for name, lines in tables.items():
         with (RUNS / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerows([list(lines[0]), *(list(line.values()) for line in lines)])
+    text = "".join(f"* {sentence}\n" for sentence in unmeasured(EVIDENCE))
+    (RUNS / "unmeasured.txt").write_text(text)
 
 
 def _environment_line(report: dict) -> dict[str, str]:
@@ -173,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = [Run(options.notebook, options.name, values, title)]
         else:
             runs = plan()
+            for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+                if lacking(notebook):
+                    print(f"{notebook.stem}: no page, {', '.join(lacking(notebook))} is not there")
         for run in runs:
             print(execute(run).relative_to(ROOT), flush=True)
         if options.command == "all":

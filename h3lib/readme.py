@@ -1,7 +1,7 @@
-"""The results tables of the README, written from the report files between markers.
+"""The results tables and the figure of the README, written from the report files.
 
-python -m h3lib.readme           write it
-python -m h3lib.readme --check   exit status 1 if it is not what reports/ says
+python -m h3lib.readme           write them
+python -m h3lib.readme --check   exit status 1 if they are not what reports/ says
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from pathlib import Path
 
 from h3lib.contract import ReportError
 from h3lib.layout import Layout
+from h3lib.prices import price_figure, price_line, price_text, prices, timed_lines, timing_files
 from h3lib.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: python -m h3lib.readme -->", "<!-- /results -->"
 MODEL_START, MODEL_END = "<!-- model: python -m h3lib.readme -->", "<!-- /model -->"
+PRICE_START, PRICE_END = "<!-- prices: python -m h3lib.readme -->", "<!-- /prices -->"
+FIGURE = ROOT / "book" / "figures" / "prices.svg"
 _SIZES = ("tiny", "small", "full")
 _SAME_RUN = ("layout", "local_size", "size", "rows", "device", "backend")
 _SAME_PROGRAM = ("blocks", "recompute", "points")
@@ -127,17 +130,26 @@ def with_results(readme: str, table: str, start: str = START, end: str = END) ->
 
 
 def main(arguments: Sequence[str]) -> int:
-    path = ROOT / "README.md"
+    path, folder = ROOT / "README.md", ROOT / "reports"
     old = path.read_text()
-    folder = ROOT / "reports"
     new = with_results(old, markdown_table([result_line(r) for r in layout_reports(folder)]))
     of_model = markdown_table([model_line(r) for r in model_reports(folder)])
     new = with_results(new, of_model, MODEL_START, MODEL_END)
+    found = prices(timed_lines(timing_files(folder)))
+    table = markdown_table(list(map(price_line, found)))
+    text = price_text(found, table, FIGURE.relative_to(ROOT).as_posix())
+    new = with_results(new, text, PRICE_START, PRICE_END)
+    figure = price_figure(found) if found else None
     if list(arguments) == ["--check"]:
-        if new != old:
-            print("README.md: results differ from reports/; run python -m h3lib.readme")
-        return int(new != old)
+        stale = new != old or figure != (FIGURE.read_text() if FIGURE.exists() else None)
+        if stale:
+            print("README.md or prices.svg differ from reports/; run python -m h3lib.readme")
+        return int(stale)
     path.write_text(new)
+    if figure is None:
+        FIGURE.unlink(missing_ok=True)
+    else:
+        FIGURE.write_text(figure)
     return 0
 
 

@@ -19,7 +19,7 @@ LAYERS = (  # each may import from its own layer and from those before it
     {"rank", "pretrained"},
     {"run"},
     {
-        *("cli", "book", "readme", "ledger", "claims"),
+        *("cli", "book", "readme", "ledger", "claims", "prices", "unmeasured"),
         *("execute", "grid", "sweep", "crate"),
     },
 )

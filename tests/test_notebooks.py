@@ -6,6 +6,7 @@ import sys
 
 import nbformat
 import pytest
+import reports_support
 import yaml
 
 from h3lib import book
@@ -127,11 +128,44 @@ def test_the_model_page_shows_the_committed_files(folders):
     assert '"name": "stderr"' not in text
 
 
-@pytest.mark.parametrize("name", ["23_node_cost", "25_ring_overlap"])
-def test_a_page_of_links_shows_the_committed_files(name, folders):
+@pytest.mark.parametrize("name", ["23_node_cost", "25_ring_overlap", "32_when_a_rank_fails"])
+def test_a_page_of_links_or_faults_shows_the_committed_files(name, folders):
     text = execute(Run(NOTEBOOKS / f"{name}.ipynb", "page")).read_text()
     assert "{admonition} Answer" in text
     assert '"name": "stderr"' not in text
+
+
+@pytest.mark.parametrize(
+    "name, parameter, words",
+    [
+        ("06_results", "timings", ["9 cases", "1.20", "tp8: not run: one reason"]),
+        ("08_model", "timings", ["8,642 elements, every rank"]),
+        ("23_node_cost", "timings", ["measured (tp1, tp2, cp2)"]),
+        ("30_interference", "measured", ["1.50 times as long with the peer tree"]),
+    ],
+)
+def test_a_page_shows_reports_of_several_gpus(name, parameter, words, folders):
+    for stem in ("layouts", "overlap", "interference"):
+        content = getattr(reports_support, stem)()
+        (folders / f"{stem}.json").write_text(json.dumps(content))
+    (folders / "transformer-tp2.json").write_text(json.dumps(reports_support.transformer()))
+    value = folders / "interference.json" if parameter == "measured" else folders
+    text = execute(Run(NOTEBOOKS / f"{name}.ipynb", "page", {parameter: str(value)})).read_text()
+    assert all(word in text for word in words)
+    assert "**Not measured:**" not in _outputs(text) and '"name": "stderr"' not in text
+
+
+def test_pages_say_that_layouts_were_not_timed(folders):
+    (folders / "nothing").mkdir()
+    for name in ("06_results", "08_model"):
+        parameters = {"timings": str(folders / "nothing")}
+        text = execute(Run(NOTEBOOKS / f"{name}.ipynb", "page", parameters)).read_text()
+        assert "**Not measured:**" in _outputs(text) and '"name": "stderr"' not in text
+
+
+def _outputs(text):
+    cells = json.loads(text)["cells"]
+    return json.dumps([cell["outputs"] for cell in cells if cell["cell_type"] == "code"])
 
 
 def test_the_kernels_page_refuses_a_file_of_a_run_that_did_not_end(folders):
