@@ -1,12 +1,17 @@
 """`h3lib bench`: what is measured beside the libraries, and with which options.
 
-A benchmark is imported when it is run: most need Triton, which the other commands do not.
+A benchmark is imported when it is run: most need Triton, which the other commands do not. Those
+that need no GPU are modules to be run, with `write_measured` for a command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from h3lib.files import write_json
 
 KINDS = ("kernels", "bits", "collectives", "layouts", "overlap", "interference")
 
@@ -44,3 +49,18 @@ def measure(options: argparse.Namespace) -> bool:
     elif options.what == "kernels":
         given["parts"] = options.parts or module.DEFAULT
     return getattr(module, f"bench_{options.what}")(options.out, **given) is not False
+
+
+def write_measured(about: str, measure: Callable[..., object], **defaults: object) -> None:
+    """Run a module that measures: `--out`, and an option for each argument of `measure`, in order.
+
+    Each has the type of its default, and is given several values if that is a tuple.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    for name, default in defaults.items():
+        many = isinstance(default, tuple)
+        kind = type(default[0] if many else default)
+        parser.add_argument(f"--{name}", type=kind, nargs="+" if many else None, default=default)
+    options = parser.parse_args()
+    write_json(options.out, measure(*(getattr(options, name) for name in defaults)))

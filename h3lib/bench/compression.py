@@ -15,18 +15,16 @@ one byte. Bytes are those of one root of one element; an error is null where a v
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from h3lib.bench.command import write_measured
 from h3lib.bench.order_free import errors, unit_leaves
 from h3lib.compare import different_elements
 from h3lib.contract import model_size, subtree_roots
-from h3lib.files import write_json
 from h3lib.layout import Layout
 from h3lib.model.weights import digest
 from h3lib.ops.tree import partial_roots, root_nodes, tree_sum
@@ -133,13 +131,7 @@ def roots_sent(layout: Layout, num_units: int = 8) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--size", default=SIZE)
-    options = parser.parse_args()
-    content = measure(options.rows, options.size)
-    write_json(options.out, content)
+    write_measured(__doc__, measure, rows=ROWS, size=SIZE)
 
 
 if __name__ == "__main__":

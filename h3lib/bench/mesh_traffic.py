@@ -20,14 +20,12 @@ K and V whole): this counts what other designs would send.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from h3lib.bench.command import write_measured
 from h3lib.contract import LayoutError, model_size
-from h3lib.files import write_json
 
 GPUS_PER_NODE = 8
 GPU_COUNTS = (16, 24, 32, 48, 64, 72, 96, 128, 144)
@@ -149,13 +147,7 @@ def count(gpu_counts: tuple[int, ...] = GPU_COUNTS, rows: int = ROWS) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPU_COUNTS)
-    parser.add_argument("--rows", type=int, default=ROWS)
-    options = parser.parse_args()
-    content = count(tuple(options.gpus), options.rows)
-    write_json(options.out, content)
+    write_measured(__doc__, count, gpus=GPU_COUNTS, rows=ROWS)
 
 
 if __name__ == "__main__":

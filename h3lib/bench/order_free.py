@@ -10,18 +10,16 @@ a GPU for each rank.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from h3lib.bench.command import write_measured
 from h3lib.compare import different_elements
 from h3lib.contract import PUBLISHED, ModelSize, model_size
-from h3lib.files import write_json
 from h3lib.model.weights import digest, synthetic_rows
 from h3lib.ops.gemm import chain
 from h3lib.ops.tree import tree_sum
@@ -152,13 +150,7 @@ def measure(rows: int = ROWS, size_name: str = SIZE) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--size", default=SIZE)
-    options = parser.parse_args()
-    content = measure(options.rows, options.size)
-    write_json(options.out, content)
+    write_measured(__doc__, measure, rows=ROWS, size=SIZE)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ tests use, in their usual constants.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h3lib.bench.command import write_measured
 from h3lib.bench.mutants import MUTANTS, Mutant
 from h3lib.canonical import canonical_tensors
 from h3lib.compare import different_elements, take
 from h3lib.contract import model_size
-from h3lib.files import write_json
 from h3lib.model.packing import job_for_rows, pack
 from h3lib.model.program import BlockProgram, Program
 from h3lib.model.trace import GRADIENT, OUTPUT, ROOT, Key, Record
@@ -137,14 +135,7 @@ def measure(layout: str = LAYOUT, rows: int = ROWS, size_name: str = SIZE) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layout", default=LAYOUT)
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--size", default=SIZE)
-    options = parser.parse_args()
-    content = measure(options.layout, options.rows, options.size)
-    write_json(options.out, content)
+    write_measured(__doc__, measure, layout=LAYOUT, rows=ROWS, size=SIZE)
 
 
 if __name__ == "__main__":

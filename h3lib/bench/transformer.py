@@ -133,7 +133,7 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
     shard = SeqShard.canonical(1)
     weights = rank_weights(size, SyntheticWeights(size, 0, DEVICE), shard)
     theirs = diffusers_model(size, weights).requires_grad_(False).eval()
-    held = sum(w.numel() * w.element_size() for w in weights.values())
+    held = num_bytes(weights)
     found: list[dict] = []
     for backward in (False, True) if train else (False,):
         if backward:
@@ -157,6 +157,11 @@ def measure(size: ModelSize, rows: list[int], rounds: int, train: bool, write) -
             del case, calls
             torch.cuda.empty_cache()
     write(found, held, complete=True)
+
+
+def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    """Of all their elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def write_report(

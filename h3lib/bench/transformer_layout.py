@@ -25,6 +25,7 @@ from h3lib.bench.transformer import (
     Case,
     diffusers_model,
     free_gradients,
+    num_bytes,
     timed,
     write_report,
 )
@@ -50,7 +51,7 @@ class Bench:
             alone = layout.tp == 1
             self.whole = self.part if alone else rank_weights(size, source, SeqShard.canonical(1))
             self.theirs = diffusers_model(size, self.whole).requires_grad_(False).eval()
-        self.weight_bytes = self.world.gather(_num_bytes(self.part))
+        self.weight_bytes = self.world.gather(num_bytes(self.part))
 
     def _place(self, rows: int) -> SeqShard:
         owner = Ownership.of(self.layout, rows, PUBLISHED)
@@ -70,8 +71,8 @@ class Bench:
             calls["theirs"] = case.their_step if backward else case.their_forward
         mine = timed(calls, rounds, Ranks(self.world.gather))
         if self.whole is not self.part and self.whole is not None:
-            mine["ours"]["peak_bytes"] -= _num_bytes(self.whole)
-            mine["theirs"]["peak_bytes"] -= _num_bytes(self.part)
+            mine["ours"]["peak_bytes"] -= num_bytes(self.whole)
+            mine["theirs"]["peak_bytes"] -= num_bytes(self.part)
         peaks = self.world.gather(mine["ours"]["peak_bytes"])
         line = {
             "layout": self.layout.name,
@@ -104,10 +105,6 @@ class Bench:
             "ranks": len(ranks),
             "sha256": digests,
         }
-
-
-def _num_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _results(case: Case, model: Transformer, backward: bool) -> dict[str, Tensor]:
