@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from h3lib.parallel.transport import Call, Cuts, Level, Slice, group_spans
+from h3lib.parallel.transport import Call, Level, Reduction, Slice, group_spans
 
 SETS = 2  # buffers of one length and dtype that are given in turn
 Give = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -61,19 +61,10 @@ class LeftOut(Level):
     ) -> Tensor:
         return self.give(sum(lengths), part.dtype, part.device) if out is None else out
 
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        length = sum(stop - start for start, stop in parts[self.rank])
-        spans = len(group_spans(cuts, first, self.size))
-        whole = self.give(spans * length, dtype, flat.device) if out is None else out
+    def finish(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        length = reduction.length(self.rank)
+        spans = len(group_spans(reduction.cuts, reduction.first, self.size))
+        whole = self.give(spans * length, reduction.dtype, flat.device) if out is None else out
         return whole.view(spans, length)
 
 
@@ -96,28 +87,11 @@ class Noted(Level):
     ) -> Tensor:
         return self._noted(self.level.gather, part, lengths, call, out=out)
 
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self._noted(self.level.finish, flat, cuts, first, parts, dtype, call, out=out)
+    def finish(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        return self._noted(self.level.finish, flat, reduction, out=out)
 
-    def finish_all(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        slices: Sequence[Slice],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self._noted(self.level.finish_all, flat, cuts, slices, dtype, call, out=out)
+    def finish_all(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        return self._noted(self.level.finish_all, flat, reduction, out=out)
 
     def _noted(self, ask: Callable[..., Tensor], operand: Tensor, *given, out: Tensor | None):
         again = self.give(operand.numel(), operand.dtype, operand.device).view(operand.shape)

@@ -6,7 +6,6 @@ both. The tests turn each of them red, `h3lib.bench.tolerance` counts which tole
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,25 +17,14 @@ from torch import Tensor
 from h3lib.model.context import BlockContext
 from h3lib.model.trace import OUTPUT, Record
 from h3lib.parallel.collective import Collective, TreeCollective
+from h3lib.parallel.control import OtherOrder
 from h3lib.parallel.shard import SeqShard
-from h3lib.parallel.transport import ThreadWorld, num_roots
+from h3lib.parallel.transport import Reduction, ThreadWorld
 from h3lib.simulate import Change, Records
 
 
-class FaultyCollective(TreeCollective):
-    """A two-shot collective whose sum of the received roots is `add`."""
-
-    _finish_all = Collective._finish_all  # by way of `_root`
-
-    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
-        start, stop = slices[self.rank]
-        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
-        return self.add(roots).to(dtype)
-
-    @abc.abstractmethod
-    def add(self, roots: list[Tensor]) -> Tensor:
-        """The sum of all ranks' roots, in rank order, as the fault makes it."""
+class FaultyCollective(OtherOrder):
+    """A two-shot collective with a fault in `add`."""
 
     def in_order(self, roots: Sequence[Tensor]) -> Tensor:
         """A chain over the ranks given."""
@@ -79,8 +67,8 @@ class Bf16Partials(TreeCollective):
 
     _finish_all = Collective._finish_all
 
-    def _root(self, flat, leaf_cuts, slices, dtype, call, out=None):
-        return super()._root(flat.bfloat16().float(), leaf_cuts, slices, dtype, call)
+    def _root(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        return super()._root(flat.bfloat16().float(), reduction)
 
 
 def on_axes(fault: Callable, *axes: str) -> Change:

@@ -22,6 +22,7 @@ from h3lib.parallel.transport import (
     Cuts,
     Level,
     LocalTransport,
+    Reduction,
     Slice,
     num_roots,
 )
@@ -101,14 +102,15 @@ class Collective(abc.ABC):
         root. **Raises:** OperandError if the roots are not those of this rank's leaves.
         """
         flat = self._flat(roots, leaf_cuts)
-        call = _reduction("all_reduce", roots, leaf_cuts, dtype)
-        slices = self._slices(flat.shape[1], leaf_cuts)
+        parts = [[piece] for piece in self._slices(flat.shape[1], leaf_cuts)]
+        call = _reduction_call("all_reduce", roots, leaf_cuts, dtype)
+        reduction = Reduction(leaf_cuts, parts, dtype, call)
         flat_out = None if out is None else out.view(-1)
         if observe is None:
-            result = self._finish_all(flat, leaf_cuts, slices, dtype, call, flat_out)
+            result = self._finish_all(flat, reduction, flat_out)
         else:
-            part = self._finish(flat, leaf_cuts, slices, dtype, call, observe)
-            result = self._gather_slices(part, slices, call, flat_out)
+            part = self._finish(flat, reduction, observe)
+            result = self._gather_slices(part, reduction.slices, call, flat_out)
         return result.view(roots.shape[1:])
 
     @_heard
@@ -129,45 +131,34 @@ class Collective(abc.ABC):
         """
         flat = self._flat(roots, leaf_cuts)
         row = roots.shape[2:].numel()
-        slices = [(a * row, b * row) for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
-        call = _reduction("reduce_scatter_rows", roots, leaf_cuts, dtype)
+        parts = [[(a * row, b * row)] for a, b in zip(row_cuts, row_cuts[1:], strict=False)]
+        call = _reduction_call("reduce_scatter_rows", roots, leaf_cuts, dtype)
         call = replace(call, row_cuts=tuple(row_cuts))
-        part = self._finish(flat, leaf_cuts, slices, dtype, call, observe, out)
+        part = self._finish(flat, Reduction(leaf_cuts, parts, dtype, call), observe, out)
         return part.view(-1, *roots.shape[2:])
 
     def _finish(
         self,
         flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
+        reduction: Reduction,
         observe: Observe | None,
         out: Tensor | None = None,
     ) -> Tensor:
         """This rank's slice of the sum, rounded; whoever observes it sees it before that."""
         if observe is None:
-            part = self._root(flat, leaf_cuts, slices, dtype, call, out)
+            part = self._root(flat, reduction, out)
         else:
-            part = self._root(flat, leaf_cuts, slices, flat.dtype, call)
-            observe(part, slices[self.rank][0])
-            part = part.to(dtype)
+            part = self._root(flat, replace(reduction, dtype=flat.dtype))
+            observe(part, reduction.slices[self.rank][0])
+            part = part.to(reduction.dtype)
         if out is None or part.data_ptr() == out.data_ptr():
             return part
         return out.view(-1).copy_(part)
 
-    def _finish_all(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None,
-    ) -> Tensor:
+    def _finish_all(self, flat: Tensor, reduction: Reduction, out: Tensor | None) -> Tensor:
         """All of the sum, rounded, on every rank, in `out` if that is given."""
-        part = self._root(flat, leaf_cuts, slices, dtype, call)
-        return self._gather_slices(part, slices, call, out)
+        part = self._root(flat, reduction)
+        return self._gather_slices(part, reduction.slices, reduction.call, out)
 
     def _flat(self, roots: Tensor, leaf_cuts: Cuts) -> Tensor:
         expected = num_roots(leaf_cuts, self.rank)
@@ -180,17 +171,9 @@ class Collective(abc.ABC):
         """For each rank the slice of the elements that it finishes in an all-reduce."""
 
     @abc.abstractmethod
-    def _root(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Root of this rank's slice, rounded to `dtype`, from roots `[R, n]` of every rank; it may
-        be made in `out`."""
+    def _root(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        """Root of this rank's slice, rounded, from roots `[R, n]` of every rank; it may be made in
+        `out`."""
 
     @abc.abstractmethod
     def _gather_slices(
@@ -203,7 +186,7 @@ class Collective(abc.ABC):
         """Parts of every rank in rank order."""
 
 
-def _reduction(name: str, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype) -> Call:
+def _reduction_call(name: str, roots: Tensor, leaf_cuts: Cuts, dtype: torch.dtype) -> Call:
     return Call(name, tuple(roots.shape[1:]), str(roots.dtype), str(dtype), tuple(leaf_cuts))
 
 
@@ -222,28 +205,11 @@ class TreeCollective(Collective):
         most = max(num_roots(leaf_cuts, rank) for rank in range(self.size))
         return self.transport.slices(num_elements, most)
 
-    def _root(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        parts = [[part] for part in slices]
-        return self.transport.finish(flat, leaf_cuts, 0, parts, dtype, call, out)[0]
+    def _root(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        return self.transport.finish(flat, reduction, out)[0]
 
-    def _finish_all(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None,
-    ) -> Tensor:
-        return self.transport.finish_all(flat, leaf_cuts, slices, dtype, call, out)
+    def _finish_all(self, flat: Tensor, reduction: Reduction, out: Tensor | None) -> Tensor:
+        return self.transport.finish_all(flat, reduction, out)
 
     def _gather_slices(
         self, part: Tensor, slices: list[Slice], call: Call, out: Tensor | None = None

@@ -6,6 +6,7 @@ the rank that finishes the slice: what a bandwidth-optimal ring does.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from h3lib.layout import Ownership
 from h3lib.parallel.collective import Collective, TreeCollective
-from h3lib.parallel.transport import Call, Cuts, Slice, num_roots
+from h3lib.parallel.transport import Reduction, num_roots
 
 Key = tuple[str, str]
 CONTROL_KIND = "bf16 all-reduce in ring order from the own rank"
@@ -32,25 +33,28 @@ def control_axes(owner: Ownership, keys: Mapping[str, Key]) -> dict[str, Key]:
     return {axis: key for axis, key in keys.items() if applies[axis]}
 
 
-class RingControl(TreeCollective):
-    """A collective with the order of a ring; only the control uses it."""
+class OtherOrder(TreeCollective):
+    """A two-shot collective that brings the roots where the tree's go, but sums them by `add`."""
 
     _finish_all = Collective._finish_all  # by way of `_root`
 
-    def _root(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        start, stop = slices[self.rank]
-        shapes = [(num_roots(leaf_cuts, r), stop - start) for r in range(self.size)]
-        roots = self.transport.exchange([flat[:, a:b] for a, b in slices], shapes, call)
+    def _root(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        start, stop = reduction.slices[self.rank]
+        shapes = [(num_roots(reduction.cuts, r), stop - start) for r in range(self.size)]
+        parts = [flat[:, a:b] for a, b in reduction.slices]
+        return self.add(self.transport.exchange(parts, shapes, reduction.call)).to(reduction.dtype)
+
+    @abc.abstractmethod
+    def add(self, roots: list[Tensor]) -> Tensor:
+        """The sum of all ranks' roots, in rank order, not in the order of the contract."""
+
+
+class RingControl(OtherOrder):
+    """A collective with the order of a ring; only the control uses it."""
+
+    def add(self, roots: list[Tensor]) -> Tensor:
         partials = [part.sum(dim=0).to(torch.bfloat16) for part in roots]
         total = partials[self.rank]
         for step in range(1, self.size):
             total = total + partials[(self.rank + step) % self.size]
-        return total.to(dtype)
+        return total

@@ -8,11 +8,13 @@ whole partials between nodes would cost `local_size` times more for the same bit
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from h3lib.parallel.collective import Collective
-from h3lib.parallel.transport import Call, Cuts, Level, Slice, even_slices
+from h3lib.parallel.transport import Call, Cuts, Level, Reduction, Slice, even_slices
 
 
 class HierarchicalCollective(Collective):
@@ -34,27 +36,22 @@ class HierarchicalCollective(Collective):
         """
         return even_slices(num_elements, self.local.size, self.local.unit) * self.nodes.size
 
-    def _root(
-        self,
-        flat: Tensor,
-        leaf_cuts: Cuts,
-        slices: list[Slice],
-        dtype: torch.dtype,
-        call: Call,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def _root(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
         """The node's subtree roots of the slices handled here, then the tree over the nodes."""
-        wanted = [self._wanted(slices, local_rank) for local_rank in range(self.local.size)]
-        first = self.nodes.rank * self.local.size
-        node_roots = self.local.finish(flat, leaf_cuts, first, wanted, flat.dtype, call)
+        slices, size = reduction.slices, self.local.size
+        wanted = [self._wanted(slices, local_rank) for local_rank in range(size)]
+        of_node = replace(
+            reduction, parts=wanted, dtype=flat.dtype, first=self.nodes.rank * size
+        )
+        node_roots = self.local.finish(flat, of_node)
         offset, at = 0, {}
         for start, stop in wanted[self.local.rank]:
             at[start, stop] = (offset, offset + stop - start)
             offset += stop - start
-        equals = range(self.local.rank, self.size, self.local.size)
+        equals = range(self.local.rank, self.size, size)
         parts = [[at[slices[rank]]] for rank in equals]
-        node_cuts = leaf_cuts[:: self.local.size]
-        return self.nodes.finish(node_roots, node_cuts, 0, parts, dtype, call, out)[0]
+        of_nodes = replace(reduction, cuts=reduction.cuts[::size], parts=parts)
+        return self.nodes.finish(node_roots, of_nodes, out)[0]
 
     def _wanted(self, slices: list[Slice], local_rank: int) -> list[Slice]:
         """Slices that the equal local ranks of all nodes finish, each once."""

@@ -39,8 +39,8 @@ from h3lib.parallel.peer_steps import PeerSteps, capturing
 from h3lib.parallel.peer_sync import MAX_PEERS, MISSING
 from h3lib.parallel.transport import (
     Call,
-    Cuts,
     Level,
+    Reduction,
     Slice,
 )
 
@@ -173,66 +173,49 @@ class PeerTree(Level):
 
         return self._guarded(call, run)
 
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def finish(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
         """As `Level.finish`. **Order:** programs that `ops/tree.py` writes down. **Raises:**
         OperandError also for roots that are not FP32."""
-        call = call or Call("finish", (flat.shape[1],), str(flat.dtype), str(dtype), tuple(cuts))
+        call = _call("finish", flat, reduction)
 
         def run(steps: PeerSteps) -> Tensor:
             """One launch for each of the slices that a rank finishes; a rank may have fewer."""
-            source, work = self._roots(flat, cuts, first, dtype, call)
-            own = [stop - start for start, stop in parts[self.rank]]
+            source, work = self._roots(flat, reduction, call)
+            own = [stop - start for start, stop in reduction.parts[self.rank]]
             shape = len(work.programs), sum(own)
-            found = flat.new_empty(shape, dtype=dtype) if out is None else out.view(shape)
+            found = flat.new_empty(shape, dtype=reduction.dtype) if out is None else out.view(shape)
             if not work.programs:  # a node without leaves, as every rank of it knows
                 return found
-            for k in range(max(map(len, parts))):
-                slices = tuple(part[k] if k < len(part) else (0, 0) for part in parts)
+            for k in range(max(map(len, reduction.parts))):
+                slices = tuple(part[k] if k < len(part) else (0, 0) for part in reduction.parts)
                 step = replace(work, slices=slices)
                 steps.reduce(step, source, found, sum(own[:k]), self._named(call, step))
             return found
 
         return self._guarded(call, run)
 
-    def finish_all(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        slices: Sequence[Slice],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def finish_all(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
         """As `Level.finish_all`, the gather of one chunk beside the finish of the next."""
-        call = call or Call("finish_all", (flat.shape[1],), str(flat.dtype), str(dtype))
+        call, slices = _call("finish_all", flat, reduction), tuple(reduction.slices)
 
         def run(steps: PeerSteps) -> Tensor:
-            source, work = self._roots(flat, cuts, 0, dtype, call)
+            source, work = self._roots(flat, reduction, call)
             two_shot = self.size > 1 and len(set(slices)) > 1
-            work = replace(work, slices=tuple(slices), gather=two_shot)
-            total = flat.new_empty(flat.shape[1], dtype=dtype) if out is None else out
+            work = replace(work, slices=slices, gather=two_shot)
+            length, dtype = flat.shape[1], reduction.dtype
+            total = flat.new_empty(length, dtype=dtype) if out is None else out
             steps.reduce(work, source, total[None], slices[self.rank][0], self._named(call, work))
             return total
 
         return self._guarded(call, run)
 
-    def _roots(
-        self, flat: Tensor, cuts: Cuts, first: int, dtype: torch.dtype, call: Call
-    ) -> tuple[Tensor, Work]:
+    def _roots(self, flat: Tensor, reduction: Reduction, call: Call) -> tuple[Tensor, Work]:
         """The roots in order, and the work but for its slices."""
+        dtype = reduction.dtype
         if flat.dtype != torch.float32 or dtype not in (torch.float32, torch.bfloat16):
             accepted = "FP32 roots, FP32 or BF16 result"
             raise OperandError("dtypes of roots and result", (flat.dtype, dtype), accepted)
-        group = tuple(cuts), first, self.size
+        group = tuple(reduction.cuts), reduction.first, self.size
         work = Work((), dtype.itemsize, False, roots_of_ranks(*group), tree_programs(*group))
         return self._operand(flat, call).view(flat.shape), work
 
@@ -324,6 +307,12 @@ class PeerTree(Level):
             return error
         ranks = [self.control.ranks[place] for place in named]
         return PeerError(f"ranks {ranks} in {call.name}", "another collective", call.name)
+
+
+def _call(name: str, flat: Tensor, reduction: Reduction) -> Call:
+    """On whose behalf; without a call, that of the level itself."""
+    asked = (flat.shape[1],), str(flat.dtype), str(reduction.dtype), tuple(reduction.cuts)
+    return reduction.call or Call(name, *asked)
 
 
 @functools.lru_cache(4096)

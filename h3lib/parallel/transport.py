@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,30 @@ from h3lib.parallel.later import Later
 
 Cuts = Sequence[int]
 Slice = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A sum as every rank of a group asks for it.
+
+    Rank r owns the leaves `[cuts[first + r], cuts[first + r + 1])` and finishes the slices
+    `parts[r]` of the elements; roots are rounded to `dtype`. `call` says on whose behalf.
+    """
+
+    cuts: Cuts
+    parts: Sequence[Sequence[Slice]]
+    dtype: torch.dtype
+    call: Call | None = None
+    first: int = 0
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The slices of ranks that finish one each."""
+        return [piece for (piece,) in self.parts]
+
+    def length(self, rank: int) -> int:
+        """Elements that a rank finishes."""
+        return sum(stop - start for start, stop in self.parts[rank])
 
 
 class Level(abc.ABC):
@@ -63,44 +88,25 @@ class Level(abc.ABC):
         **Raises:** as `finish`."""
 
     @abc.abstractmethod
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def finish(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
         """The group's maximal subtree roots, of this rank's elements: `[R, n]` to `[S, n_local]`.
 
-        The members own the leaves `[cuts[first + r], cuts[first + r + 1])`; `flat` holds this
-        rank's subtree roots, and `parts[r]` the slices of the n elements that rank r finishes.
-        `call` says on whose behalf; `out` is contiguous memory for the result.
+        `flat` holds this rank's subtree roots; `out` is contiguous memory for the result.
 
         **Order:** the tree over `cuts[-1]` leaves. **Rounds:** once, to `dtype`. **Raises:**
         PeerError on every rank if calls differ, or a peer fails or does not answer in time.
         """
 
-    def finish_all(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        slices: Sequence[Slice],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def finish_all(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
         """The root over all leaves on every rank of a group that owns them all: `[R, n]` to `[n]`.
 
-        Rank r finishes `slices[r]`, then they are gathered, unless each has finished everything.
+        Rank r finishes its one slice, then they are gathered, unless each has finished everything.
         `out` as `finish`.
 
         **Order:**, **Rounds:**, **Raises:** as `finish`.
         """
-        part = self.finish(flat, cuts, 0, [[piece] for piece in slices], dtype, call)[0]
-        return self.gather_slices(part, slices, call, out)
+        part = self.finish(flat, reduction)[0]
+        return self.gather_slices(part, reduction.slices, reduction.call, out)
 
     def gather_slices(
         self,
@@ -140,27 +146,19 @@ class Transport(Level):
         shapes = [(length,) for length in lengths]
         return torch.cat(self.exchange([part] * self.size, shapes, call), out=out)
 
-    def finish(
-        self,
-        flat: Tensor,
-        cuts: Cuts,
-        first: int,
-        parts: Sequence[Sequence[Slice]],
-        dtype: torch.dtype,
-        call: Call | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        length = sum(stop - start for start, stop in parts[self.rank])
+    def finish(self, flat: Tensor, reduction: Reduction, out: Tensor | None = None) -> Tensor:
+        cuts, first = reduction.cuts, reduction.first
+        length = reduction.length(self.rank)
         roots = self.exchange(
-            [torch.cat([flat[:, a:b] for a, b in part], dim=1) for part in parts],
+            [torch.cat([flat[:, a:b] for a, b in part], dim=1) for part in reduction.parts],
             [(num_roots(cuts, first + r), length) for r in range(self.size)],
-            call,
+            reduction.call,
         )
         nodes = root_nodes(roots, cuts, first)
         spans = group_spans(cuts, first, self.size)
         if not spans:  # a node without leaves
-            return flat.new_empty(0, length, dtype=dtype)
-        result = torch.stack([tree_sum(nodes.get, span) for span in spans]).to(dtype)
+            return flat.new_empty(0, length, dtype=reduction.dtype)
+        result = torch.stack([tree_sum(nodes.get, span) for span in spans]).to(reduction.dtype)
         return result if out is None else out.view_as(result).copy_(result)
 
 
