@@ -151,13 +151,16 @@ def test_layouts_give_milliseconds_or_the_reason_for_which_there_is_no_graph(gpu
 
 @pytest.mark.parametrize("graph", (False, True))
 def test_collectives_drop_the_round_that_warms_up(gpu, graph):
-    costs = {m: [50.0] * collectives.WARM_UP + [ms] * 999 for m, ms in (("a", 1.0), ("x", 3.0))}
-    calls = [lambda m=m: gpu.launch(m, costs[m][-1] if graph else costs[m].pop(0)) for m in "ax"]
+    """Its launches take 50; those of round k take k."""
+    rounds, repeats = range(1, 1 + collectives.ROUNDS), collectives.REPEATS
+    ms = [50.0] * collectives.WARM_UP + [float(k) for k in rounds for _ in range(repeats)]
+    costs = {m: iter(ms) for m in "ax"}
+    calls = [lambda m=m: gpu.launch(m, 4.0 if graph else next(costs[m])) for m in "ax"]
     bench = SimpleNamespace(
         world=SimpleNamespace(gather_objects=lambda value: [value]),
         tree=SimpleNamespace(check=lambda: None),
     )
-    assert collectives.Bench.times(bench, calls, graph) == [1000, 3000]
+    assert collectives.Bench.times(bench, calls, graph) == [4000, 4000]
     calls = collectives.GRAPH_CALLS if graph else 1
     sizes = [len(window) for window in windows(gpu)]
     first = collectives.WARM_UP * calls + (2 * calls if graph else 0)
