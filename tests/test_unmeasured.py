@@ -28,6 +28,7 @@ def test_a_file_takes_its_sentence_away(tmp_path):
 def test_a_notebook_waits_for_its_report(tmp_path, monkeypatch):
     page = book.NOTEBOOKS / "30_interference.ipynb"
     monkeypatch.setattr(book, "ROOT", tmp_path)
+    monkeypatch.setattr(book, "NEW_REPORTS", tmp_path / "build")
     assert book.lacking(page) == ["reports/h200x2/interference.json"]
     assert page not in [run.notebook for run in book.plan()]
     (tmp_path / "reports" / "h200x2").mkdir(parents=True)
