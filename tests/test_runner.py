@@ -150,6 +150,7 @@ REFUSED = {
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
     "chunks": (("--chunk-rows", "0"), "rows of a chunk: received 0; accepted: at least 1"),
     "local": (("--local-size", "3"), "local size: received 3"),
+    "seed of too many digits": (("--weights", "synthetic:" + "9" * 19), "at most 18 digits"),
     "timeout": (("--timeout", "0"), "received 0.0"),
     "endless": (("--timeout", "inf"), "received inf"),
     "backend": (("--backend", "cublas"), "received 'cublas'; accepted: eager, triton"),
