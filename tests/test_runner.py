@@ -171,6 +171,20 @@ def test_what_cannot_run_is_refused_with_the_values(case, tmp_path):
     assert (tmp_path / "r.json").exists() == ("--out" in arguments)
 
 
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("collectives", "--rows", "264"), "--rows: received 'collectives'; accepted: with layouts"),
+        (("layouts", "--parts", "gemm"), "--parts: received 'layouts'; accepted: with kernels"),
+        (("overlap", "--seconds", "60"), "--seconds: received 'overlap'; accepted: with layouts"),
+    ],
+)
+def test_an_option_that_a_benchmark_would_not_look_at_is_refused(given, words, tmp_path):
+    command = [*H3LIB, "bench", *given, "--out", str(tmp_path / "b.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
 def test_rows_and_job_exclude_each_other(tmp_path):
     done = _run("--job", "64x64x5", out=tmp_path / "r.json")
     assert done.returncode == 2
