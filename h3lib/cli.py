@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from h3lib.bench.command import add_bench, measure
+from h3lib.bench.command import add_bench, check_options, measure
 from h3lib.contract import (
     SIZES,
     BackendError,
@@ -263,6 +263,7 @@ def _bench(options: argparse.Namespace) -> int:
     if not _writable(options.out):
         return REFUSED
     try:
+        check_options(options)
         require_cuda()
         return EQUAL if measure(options) else DIFFERENT
     except H3Error as error:

@@ -55,7 +55,12 @@ class NotebookError(H3Error, ValueError):
 
 
 def defaults(notebook: Path) -> dict[str, object]:
-    """The notebook's parameters with their default values."""
+    """The notebook's parameters with their default values.
+
+    **Raises:** NotebookError for what is not the path of a notebook.
+    """
+    if not notebook.is_file():
+        raise NotebookError("notebook", str(notebook), "the path of a notebook")
     declared = inspect_notebook(notebook)
     return {name: ast.literal_eval(entry["default"]) for name, entry in declared.items()}
 
@@ -69,7 +74,7 @@ def check_parameters(notebook: Path, parameters: Mapping[str, object]) -> None:
         wanted = type(declared[name])
         if type(value) is not wanted:
             raise NotebookError(
-                f"parameter {name} of {notebook.name}", value, f"a {wanted.__name__}"
+                f"parameter {name} of {notebook.name}", value, f"of type {wanted.__name__}"
             )
 
 

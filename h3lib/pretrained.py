@@ -34,6 +34,7 @@ from h3lib.parallel.levels import Levels, join
 from h3lib.parallel.mesh import Mesh, build_mesh, local_mesh
 from h3lib.parallel.shard import SeqShard
 from h3lib.report import environment, fingerprint
+from h3lib.request import check_place
 
 _KEPT = tuple(kept for kept in SAVED if kept != NOTHING)  # a backward needs one of these
 _JOB = Job(0, 0, 0, text_rows=1)  # a job that says nothing: rows come with their own metadata
@@ -83,7 +84,8 @@ class H3Transformer(nn.Module):
         each other.
 
         **Raises:** CheckpointError with every problem of the folder, LayoutError for a layout that
-        does not fit the ranks that were started, PeerError for a rank whose software differs.
+        does not fit the ranks that were started, RequestError for a device that is not here or a
+        timeout that cannot be, PeerError for a rank whose software differs.
         """
         known = folder_size(folder, size)
         layout, rank, mesh, levels = _join(layout, device, timeout_s)
@@ -191,6 +193,7 @@ def _join(
     name: str, device: str, timeout_s: float
 ) -> tuple[Layout, int, Mesh, Levels | None]:
     """This process's place among the ranks that were started, all with the same software."""
+    check_place(device, timeout_s)
     layout, ranks = Layout.parse(name), world_size() if launched() else 1
     if ranks != layout.num_ranks:
         accepted = f"{layout.num_ranks} for {layout.name}: torchrun --nproc-per-node ..."

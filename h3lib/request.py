@@ -27,10 +27,22 @@ from h3lib.provenance import git_commit, git_dirty
 
 DEVICES = ("cpu", "cuda")
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
+_SYNTHETIC = re.compile(r"synthetic(?::([0-9]{1,18}))?")  # a seed that fits into 64 bits
 
 
 class RequestError(H3Error, ValueError):
     """A run that this machine or this version cannot do."""
+
+
+def check_place(device: str, timeout_s: float) -> None:
+    """**Raises:** RequestError for a device that is not here, or a timeout that cannot be."""
+    if device not in DEVICES:
+        raise RequestError("device", device, ", ".join(DEVICES))
+    if device == "cuda":
+        require_cuda()
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
+        raise RequestError("timeout in seconds", timeout_s, accepted)
 
 
 def require_cuda() -> None:
@@ -72,10 +84,7 @@ class Request:
         if self.recompute and (self.num_blocks == 1 or self.points is not None):
             accepted = "with --blocks 2 or more, and not in a generation"
             raise RequestError("recompute", self.recompute, accepted)
-        if self.device not in DEVICES:
-            raise RequestError("device", self.device, ", ".join(DEVICES))
-        if self.device == "cuda":
-            require_cuda()
+        check_place(self.device, self.timeout_s)
         load_backend(self.backend, self.device)
         if self.chosen_transport not in TRANSPORTS:
             raise RequestError("transport", self.transport, ", ".join(TRANSPORTS))
@@ -84,9 +93,6 @@ class Request:
         if self.chosen_transport == "peer" and importlib.util.find_spec("triton") is None:
             raise RequestError("transport", "peer", "gloo: Triton is not installed")
         _ = Chunks(self.chunk_rows)
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            accepted = f"more than 0, at most {MAX_TIMEOUT_S:g}"
-            raise RequestError("timeout in seconds", self.timeout_s, accepted)
         if self.canonical is not None:
             self._check_canonical(Path(self.canonical))
         self.model_size.check(PUBLISHED, self.device)
@@ -160,21 +166,20 @@ class Request:
     @cached_property
     def seed(self) -> int:
         """Seed of the synthetic weights and of the rows; 0 for a checkpoint folder."""
-        match = re.fullmatch(r"synthetic(?::(\d+))?", self.weights)
+        match = _SYNTHETIC.fullmatch(self.weights)
         return int(match[1] or 0) if match else 0
 
     @property
     def is_synthetic(self) -> bool:
-        return re.fullmatch(r"synthetic(:\d+)?", self.weights) is not None
+        return _SYNTHETIC.fullmatch(self.weights) is not None
 
     def source(self, device: str) -> WeightSource:
         """Where the weights come from. **Raises:** CheckpointError listing every problem."""
         if self.is_synthetic:
             return SyntheticWeights(self.model_size, self.seed, device)
         if not Path(self.weights).is_dir():
-            raise RequestError(
-                "weights", self.weights, "synthetic, synthetic:SEED or a checkpoint folder"
-            )
+            accepted = "synthetic, synthetic:SEED (at most 18 digits) or a checkpoint folder"
+            raise RequestError("weights", self.weights, accepted)
         if self.num_blocks == 1 and self.points is None:
             block = block_parameters(self.model_size)
             names = [*TIME_EMBEDDER, *(BLOCK_PREFIX + name for name in block)]

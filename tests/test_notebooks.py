@@ -268,6 +268,12 @@ def test_a_report_cut_short_is_not_shown(folders):
     assert not _pages(folders)
 
 
+def test_a_notebook_that_is_not_there_is_named(folders, capsys):
+    assert book.main(["run", "notebooks/99_nowhere.ipynb", "page", "-p", "rows", "8"]) == 1
+    words = "notebook: received 'notebooks/99_nowhere.ipynb'; accepted: the path of a notebook"
+    assert words in capsys.readouterr().err
+
+
 def test_the_command_line_says_why_and_fails(folders, capsys):
     assert book.main(["run", str(ONE), "page", "-p", "rwos", "7"]) == 1
     assert "rwos" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from h3lib.contract import SIZES, LayoutError, OperandError
 from h3lib.model.checkpoint import write_checkpoint
 from h3lib.model.transformer import ACTIVATIONS, BLOCK_INPUTS
 from h3lib.model.weights import SyntheticWeights, digest
+from h3lib.request import RequestError
 
 PACKED = packed_rows(132)
 INPUTS = inputs_in(TINY, PACKED, torch.bfloat16)
@@ -140,6 +141,34 @@ def test_ten_lines_under_torchrun_generate_the_same_bytes(folder, tmp_path):
     assert _digests(folder, tmp_path, "tp2-sp-pp2", 4) == expected
     other = model.generate("64x96x5", text + normal(1, 6, 80) * 0.1, points=3, seed=1)
     assert digest(other["video"]) != expected["video"], "the text matters"
+
+
+REFUSED = {
+    "no such device": {"device": "tpu"},
+    "one of several GPUs": {"device": "cuda:0"},
+    "timeout": {"timeout_s": -1.0},
+    "timeout that is no number": {"timeout_s": float("nan")},
+}
+
+
+@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_before_ranks_join(given):
+    (value,) = given.values()
+    with pytest.raises(RequestError, match=f"received {value!r}; accepted"):
+        H3Transformer.synthetic(TINY, **given)
+
+
+def test_a_gpu_is_not_asked_for_where_there_is_none(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RequestError, match="received 'cuda'; accepted: cpu"):
+        H3Transformer.from_checkpoint(str(folder), device="cuda")
+
+
+@pytest.mark.parametrize("seed", [1.5, None, True, -1, 2**63])
+def test_a_seed_of_a_generation_fits_into_its_generator(seed):
+    model = H3Transformer.synthetic(TINY)
+    with pytest.raises(OperandError, match="seed of a generation: received"):
+        model.generate("64x96x5", normal(1, 6, 80), points=2, seed=seed)
 
 
 @pytest.mark.gpu

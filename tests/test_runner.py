@@ -150,6 +150,7 @@ REFUSED = {
     "seed": (("--weights", "synthetic:x"), "received 'synthetic:x'"),
     "chunks": (("--chunk-rows", "0"), "rows of a chunk: received 0; accepted: at least 1"),
     "local": (("--local-size", "3"), "local size: received 3"),
+    "seed of too many digits": (("--weights", "synthetic:" + "9" * 19), "at most 18 digits"),
     "timeout": (("--timeout", "0"), "received 0.0"),
     "endless": (("--timeout", "inf"), "received inf"),
     "backend": (("--backend", "cublas"), "received 'cublas'; accepted: eager, triton"),
@@ -168,6 +169,20 @@ def test_what_cannot_run_is_refused_with_the_values(case, tmp_path):
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "r.json").exists() == ("--out" in arguments)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("collectives", "--rows", "264"), "--rows: received 'collectives'"),
+        (("layouts", "--parts", "gemm"), "--parts: received 'layouts'; accepted: with kernels"),
+        (("overlap", "--seconds", "60"), "--seconds: received 'overlap'; accepted: with layouts"),
+    ],
+)
+def test_an_option_that_a_benchmark_would_not_look_at_is_refused(given, words, tmp_path):
+    command = [*H3LIB, "bench", *given, "--out", str(tmp_path / "b.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_rows_and_job_exclude_each_other(tmp_path):

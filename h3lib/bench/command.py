@@ -11,9 +11,15 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+from h3lib.contract import H3Error
 from h3lib.files import write_json
 
 KINDS = ("kernels", "bits", "collectives", "layouts", "overlap", "interference")
+_OPTIONS = {"parts": "kernels", "layouts": "layouts", "rows": "layouts", "seconds": "layouts"}
+
+
+class BenchError(H3Error, ValueError):
+    """An option of a benchmark that it does not have."""
 
 
 def add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -31,8 +37,15 @@ def add_bench(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "--layouts", nargs="+", metavar="LAYOUT", help="of layouts; all if left out"
     )
     parser.add_argument("--rows", nargs="+", type=int, metavar="N", help="of layouts")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="none begins later")
+    parser.add_argument("--seconds", type=float, help="of layouts; none begins later")
     return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """**Raises:** BenchError for an option that this benchmark would not look at."""
+    for name, what in _OPTIONS.items():
+        if getattr(options, name) is not None and options.what != what:
+            raise BenchError(f"--{name}", options.what, f"with {what} alone")
 
 
 def measure(options: argparse.Namespace) -> bool:
@@ -45,7 +58,7 @@ def measure(options: argparse.Namespace) -> bool:
     if options.what == "layouts":
         given["layouts"] = options.layouts or module.LAYOUTS
         given["rows"] = options.rows or module.ROWS
-        given["seconds"] = options.seconds
+        given["seconds"] = float("inf") if options.seconds is None else options.seconds
     elif options.what == "kernels":
         given["parts"] = options.parts or module.DEFAULT
     return getattr(module, f"bench_{options.what}")(options.out, **given) is not False

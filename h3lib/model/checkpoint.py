@@ -287,6 +287,10 @@ def _read_header(path: Path) -> dict[str, dict]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             entries = [(e["dtype"], e["shape"], e["data_offsets"]) for e in header.values()]
+            for dtype, shape, (start, stop) in entries:
+                numbers = [*shape, start, stop]
+                if type(dtype) is not str or not all(type(n) is int for n in numbers):
+                    raise TypeError(f"dtype {dtype!r}, shape {shape!r}, offsets {[start, stop]!r}")
             end = max((offsets[1] for _, _, offsets in entries), default=0)
         except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
             raise ValueError(f"unreadable header: {error!r}") from error

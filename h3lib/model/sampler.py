@@ -99,8 +99,11 @@ def first_latents(
     generator draws, in this order: noise of each condition, of the video as latents, of the audio
     as rows.
 
-    **Raises:** RowsError for another number of conditions than keyframes.
+    **Raises:** RowsError for another number of conditions than keyframes, OperandError for a seed
+    that is no integer of 0 to 2^63 - 1.
     """
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise OperandError("seed of a generation", seed, "an integer of 0 to 2^63 - 1")
     if len(conditions) != len(job.keyframes):
         raise RowsError("number of conditions", len(conditions), len(job.keyframes))
     generator = torch.Generator().manual_seed(seed)

@@ -416,6 +416,20 @@ def test_a_shard_that_is_something_else(spoiled):
     assert "unreadable header" in problem and path.name in problem
 
 
+@pytest.mark.parametrize("field, value", [("dtype", []), ("shape", "ab"), ("shape", 3)])
+def test_a_header_with_values_of_other_types_is_named(spoiled, field, value):
+    key_layout, folder = spoiled
+    path = folder / weight_map(folder)[stored_key(GATED, key_layout)]
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    next(entry for name, entry in header.items() if name != "__metadata__")[field] = value
+    text = json.dumps(header).encode()
+    data = path.read_bytes()[8 + length :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (problem,) = problems(folder)
+    assert "unreadable header" in problem and path.name in problem
+
+
 def test_tensor_missing_from_the_index(spoiled):
     key_layout, folder = spoiled
     key = stored_key(GATED, key_layout)
