@@ -103,7 +103,11 @@ class H3Transformer(nn.Module):
         saved: str = BLOCK_INPUTS,
         timeout_s: float = 600.0,
     ) -> H3Transformer:
-        """The same with synthetic weights, made in place."""
+        """The same with synthetic weights, made in place.
+
+        **Raises:** as `from_checkpoint`; OperandError for a `size` that is none."""
+        if not isinstance(size, ModelSize):
+            raise OperandError("model size", size, "a ModelSize: of model_size(name), or your own")
         layout, rank, mesh, levels = _join(layout, device, timeout_s)
         source = SyntheticWeights(size, seed, device)
         return cls(source, layout, rank, mesh, backend, saved, levels)
@@ -166,7 +170,11 @@ class H3Transformer(nn.Module):
         `text` `[L, text_dim]`: hidden states of the prompt; `points` grid points make one step
         less; `conditions`: clean latents of the job's keyframes. The bytes depend on the request
         and the weights, not on the layout.
+
+        **Raises:** OperandError for a text of another width or kind, or a seed that cannot be,
+        RowsError for a job that the model cannot pack.
         """
+        _check_text(text, self.size.text_dim)
         if isinstance(job, str):
             job = Job.parse(job, text_rows=len(text))
         device = text.device
@@ -187,6 +195,14 @@ class H3Transformer(nn.Module):
         rows = (inputs.video[None], inputs.audio[None], inputs.text[None])
         video, audio = self(*rows, **metadata)
         return {"video": video[0], "audio": audio[0]}
+
+
+def _check_text(text: object, width: int) -> None:
+    accepted = f"a floating-point tensor [L, {width}]"
+    if not isinstance(text, Tensor):
+        raise OperandError("text", text, accepted)
+    if text.ndim != 2 or text.shape[1] != width or not text.is_floating_point():
+        raise OperandError("text", f"{text.dtype} {list(text.shape)}", accepted)
 
 
 def _join(

@@ -171,6 +171,20 @@ def test_a_seed_of_a_generation_fits_into_its_generator(seed):
         model.generate("64x96x5", normal(1, 6, 80), points=2, seed=seed)
 
 
+TEXTS = [None, [1, 2], torch.zeros(6, 80, dtype=torch.int64), torch.zeros(80), torch.zeros(6, 81)]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["none", "list", "integers", "a vector", "wide"])
+def test_a_text_is_hidden_states_of_the_model_s_width(text):
+    with pytest.raises(OperandError, match=r"text: received .*accepted: a floating-point .*80"):
+        H3Transformer.synthetic(TINY).generate("64x96x5", text, points=2)
+
+
+def test_a_size_is_not_a_name():
+    with pytest.raises(OperandError, match="model size: received 'tiny'"):
+        H3Transformer.synthetic("tiny")
+
+
 @pytest.mark.gpu
 def test_ten_lines_on_gpus_generate_the_same_bytes(tmp_path):
     """Ranks share GPUs where there are fewer."""
