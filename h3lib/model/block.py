@@ -15,7 +15,10 @@ D hidden, E time embedding, A local heads x head dim, F local FFN units.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -43,9 +46,10 @@ from h3lib.parallel.shard import SeqShard
 BLOCK_PREFIX = "transformer_blocks.0."
 
 
-def block_parameters(size: ModelSize) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+@functools.cache
+def block_parameters(size: ModelSize) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Global shape and dtype of each parameter of a main block, by its name inside the block."""
-    return under(BLOCK_PREFIX, parameters(size))
+    return MappingProxyType(under(BLOCK_PREFIX, parameters(size)))
 
 
 def block_values(size: ModelSize, num_rows: int, num_timesteps: int) -> dict[Key, tuple]:

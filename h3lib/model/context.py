@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,7 +53,7 @@ class BlockContext:
     size: ModelSize
     shard: SeqShard
     weights: dict[str, Tensor]
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     backend: str
     trace: Trace | None
     dtype: torch.dtype | None = None
