@@ -197,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             runs = plan()
             for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
-                if lacking(notebook):
-                    print(f"{notebook.stem}: no page, {', '.join(lacking(notebook))} is not there")
+                if files := lacking(notebook):
+                    print(f"{notebook.stem}: no page, {', '.join(files)} is not there")
         for run in runs:
             print(execute(run).relative_to(ROOT), flush=True)
         if options.command == "all":

@@ -20,26 +20,27 @@ BENCHMARKS = {  # a file's name: what would be known if it were there
 }
 
 
-def most_gpus(folder: Path) -> int:
+def _most_gpus(reports: list[dict], timed: list[dict]) -> int:
     """GPUs of the largest run whose ranks each owned one, verified or timed."""
     own = [
         report["num_ranks"]
-        for report in layout_reports(folder)
+        for report in reports
         if report["device"] == "cuda" and report["ranks_per_gpu"] == 1
     ]
-    return max([0, *own, *(line["ranks"] for line in timed_lines(timing_files(folder)))])
+    return max([0, *own, *(line["ranks"] for line in timed)])
 
 
 def unmeasured(folder: Path) -> list[str]:
     """Sentences about a folder of reports, each Markdown; none about what is there."""
-    gpus, nodes = most_gpus(folder), max((_nodes(r) for r in layout_reports(folder)), default=1)
+    reports, timed = layout_reports(folder), timed_lines(timing_files(folder))
+    gpus, nodes = _most_gpus(reports, timed), max(map(_nodes, reports), default=1)
     found = [
         f"{gpus or 'No'} GPUs were the most that a run had with one for each rank "
         "([](runs/06_results.ipynb) says which layouts): with more ranks, several share a GPU."
     ]
     if nodes == 1:
         found.append("Several nodes, and NCCL between nodes, were not run.")
-    if not prices(timed_lines(timing_files(folder))):
+    if not prices(timed):
         found.append(NOT_TIMED)
     found += [words for name, words in BENCHMARKS.items() if not any(folder.rglob(name))]
     return found

@@ -311,8 +311,10 @@ class PeerTree(Level):
 
 def _call(name: str, flat: Tensor, reduction: Reduction) -> Call:
     """On whose behalf; without a call, that of the level itself."""
-    asked = (flat.shape[1],), str(flat.dtype), str(reduction.dtype), tuple(reduction.cuts)
-    return reduction.call or Call(name, *asked)
+    if reduction.call is not None:
+        return reduction.call
+    cuts = tuple(reduction.cuts)
+    return Call(name, (flat.shape[1],), str(flat.dtype), str(reduction.dtype), cuts)
 
 
 @functools.lru_cache(4096)
